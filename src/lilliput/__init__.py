@@ -1,0 +1,1 @@
+"""Many small machines hold one giant language model."""

@@ -1,0 +1,1 @@
+"""Routes, sessions, the remote span as a module, generation."""

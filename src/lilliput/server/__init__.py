@@ -1,0 +1,1 @@
+"""A node that serves a span of blocks."""

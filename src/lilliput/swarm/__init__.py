@@ -1,0 +1,1 @@
+"""What peers announce and how they are found."""

@@ -1,0 +1,1 @@
+"""What crosses the network: messages, tensors, codecs, limits. Knows nothing of models."""

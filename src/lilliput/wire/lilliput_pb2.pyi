@@ -1,0 +1,206 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INTERNAL: _ClassVar[ErrorCode]
+    BAD_REQUEST: _ClassVar[ErrorCode]
+    WRONG_BLOCKS: _ClassVar[ErrorCode]
+    TOO_LONG: _ClassVar[ErrorCode]
+    BUSY: _ClassVar[ErrorCode]
+    CACHE_FULL: _ClassVar[ErrorCode]
+    EXPIRED: _ClassVar[ErrorCode]
+    DRAINING: _ClassVar[ErrorCode]
+    UNAUTHORIZED: _ClassVar[ErrorCode]
+INTERNAL: ErrorCode
+BAD_REQUEST: ErrorCode
+WRONG_BLOCKS: ErrorCode
+TOO_LONG: ErrorCode
+BUSY: ErrorCode
+CACHE_FULL: ErrorCode
+EXPIRED: ErrorCode
+DRAINING: ErrorCode
+UNAUTHORIZED: ErrorCode
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "dtype", "shape", "codec", "nbytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    codec: str
+    nbytes: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("model", "start", "end", "max_length", "rows", "bid", "adapter", "session_id", "codec", "prefix", "no_queue")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    BID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    NO_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    start: int
+    end: int
+    max_length: int
+    rows: int
+    bid: float
+    adapter: str
+    session_id: bytes
+    codec: str
+    prefix: bytes
+    no_queue: bool
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., max_length: _Optional[int] = ..., rows: _Optional[int] = ..., bid: _Optional[float] = ..., adapter: _Optional[str] = ..., session_id: _Optional[bytes] = ..., codec: _Optional[str] = ..., prefix: _Optional[bytes] = ..., no_queue: bool = ...) -> None: ...
+
+class Info(_message.Message):
+    __slots__ = ("accepted", "queue_length", "start_seconds", "tokens_per_second", "max_length", "cached_tokens", "max_step_tokens")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    START_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    accepted: bool
+    queue_length: int
+    start_seconds: float
+    tokens_per_second: float
+    max_length: int
+    cached_tokens: int
+    max_step_tokens: int
+    def __init__(self, accepted: bool = ..., queue_length: _Optional[int] = ..., start_seconds: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., max_length: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("step_id", "start_position", "parents", "hashes", "max_length", "request_id")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    START_POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    start_position: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    hashes: bytes
+    max_length: int
+    request_id: str
+    def __init__(self, step_id: _Optional[int] = ..., start_position: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., max_length: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class Output(_message.Message):
+    __slots__ = ("step_id", "length", "queued_ms", "compute_ms", "computed_tokens", "max_length")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    length: int
+    queued_ms: float
+    compute_ms: float
+    computed_tokens: int
+    max_length: int
+    def __init__(self, step_id: _Optional[int] = ..., length: _Optional[int] = ..., queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+
+class Ping(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class Pong(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class Close(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("code", "text", "retry_elsewhere", "step_id", "closed", "wait_seconds", "queue_length")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    RETRY_ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    code: ErrorCode
+    text: str
+    retry_elsewhere: bool
+    step_id: int
+    closed: bool
+    wait_seconds: float
+    queue_length: int
+    def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., text: _Optional[str] = ..., retry_elsewhere: bool = ..., step_id: _Optional[int] = ..., closed: bool = ..., wait_seconds: _Optional[float] = ..., queue_length: _Optional[int] = ...) -> None: ...
+
+class Forward(_message.Message):
+    __slots__ = ("model", "start", "end", "adapter", "codec")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    start: int
+    end: int
+    adapter: str
+    codec: str
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+
+class Backward(_message.Message):
+    __slots__ = ("model", "start", "end", "adapter", "codec")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    start: int
+    end: int
+    adapter: str
+    codec: str
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "tensors")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    info: Info
+    step: Step
+    output: Output
+    ping: Ping
+    pong: Pong
+    close: Close
+    error: Error
+    forward: Forward
+    backward: Backward
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
