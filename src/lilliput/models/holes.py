@@ -1,0 +1,146 @@
+"""One model, with holes: a family's own class, with all modules replaced that this process does not need.
+
+A span (on a server) and a model's ends (on a client) are the same Hugging Face model. Whatever is punched out is never
+allocated, and `from_pretrained` reads only the tensors that are left, whatever a release of transformers does to their
+names or layout on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from lilliput.errors import ModelError
+from lilliput.models.sources import ModelFiles
+
+Punch = Callable[[PreTrainedModel], None]
+
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
+
+
+class PassThrough(nn.Module):
+    """Stands for a block that another machine holds: returns its hidden states unchanged."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+
+def read_config(files: ModelFiles) -> PreTrainedConfig:
+    """The text model's configuration."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as e:
+        raise ModelError(f"cannot read the configuration of {files.name} in {files.path}: {e}") from e
+    return config.get_text_config(decoder=True)
+
+
+def base_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The model below the head: embedding, blocks, final norm."""
+    base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+    decoder = getattr(base, "decoder", None)  # opt keeps its blocks one floor lower
+    return decoder if isinstance(decoder, nn.Module) and blocks_in(decoder) is not None else base
+
+
+def blocks_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The name and the list of the blocks that `module` holds directly, or None."""
+    config = getattr(module, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return name, child
+    return None
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of a model's blocks."""
+    found = blocks_in(base_of(model))
+    if found is None:
+        raise ModelError(f"{type(model).__name__} keeps its blocks in a way that is not understood")
+    return found[1]
+
+
+def keep_span(start: int, end: int) -> Punch:
+    """Leave only blocks `[start, end)`: what a server holds."""
+
+    def punch(model: PreTrainedModel) -> None:
+        base, blocks = base_of(model), blocks_of(model)
+        for index in range(len(blocks)):
+            if not start <= index < end:
+                blocks[index] = PassThrough()
+        for name, child in list(base.named_children()):
+            if name in _FINAL_NORMS:
+                setattr(base, name, nn.Identity())
+            elif isinstance(child, nn.Embedding):
+                setattr(base, name, nn.Identity())
+
+    return punch
+
+
+def keep_ends(first_block: nn.Module) -> Punch:
+    """Leave embedding, final norm and head: what a client holds. `first_block` stands for all blocks."""
+
+    def punch(model: PreTrainedModel) -> None:
+        blocks = blocks_of(model)
+        for index in range(len(blocks)):
+            blocks[index] = PassThrough() if index else first_block
+
+    return punch
+
+
+def load_with_holes(
+    files: ModelFiles,
+    auto: Any,
+    punch: Punch,
+    *,
+    dtype: torch.dtype,
+    attention: str,
+) -> PreTrainedModel:
+    """Build `auto`'s model for these files, punch the holes, and read what is left.
+
+    :param auto: `transformers.AutoModel` (no head) or `transformers.AutoModelForCausalLM`
+    :param attention: the name of a registered attention implementation
+    """
+    config = read_config(files)
+    try:
+        with torch.device("meta"):
+            family: type[PreTrainedModel] = type(auto.from_config(config))
+    except (ValueError, KeyError, ImportError, AttributeError) as e:
+        raise ModelError(f"transformers {transformers.__version__} cannot build {files.name}: {e}") from e
+
+    def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        family.__init__(self, *args, **kwargs)
+        punch(self)
+
+    holed = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
+    try:
+        with _quiet_transformers():
+            model = holed.from_pretrained(
+                files.path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
+    missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    if missing:
+        raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
+    return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Unexpected tensors are the point of a model with holes; no table of them, no bar for a second's work."""
+    log = transformers.utils.logging
+    verbosity, bar = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bar:
+            log.enable_progress_bar()

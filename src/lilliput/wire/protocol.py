@@ -1,0 +1,10 @@
+"""Names of the calls. Each is a raw p2p stream that carries messages of `lilliput.proto` (see `Channel`)."""
+
+from __future__ import annotations
+
+#: Open -> Info..., then Step -> Output, Ping -> Pong, until Close: a session
+FORWARD_INCREMENTAL = "lilliput.rpc_forward_incremental"
+#: Forward -> Output, repeated on one stream as often as the client likes
+FORWARD = "lilliput.rpc_forward"
+#: Backward -> Output, repeated likewise
+BACKWARD = "lilliput.rpc_backward"
