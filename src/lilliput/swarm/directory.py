@@ -1,0 +1,112 @@
+"""Where servers leave their records and clients find them: one DHT key per model, one subkey per server.
+
+    lilliput:1:<model>   subkey: the server's peer id   value: its `ServerRecord`
+    lilliput:1           subkey: the model's name       value: how many blocks it has
+
+A record counts until its lease ends, unless it is announced again. A server that leaves overwrites its record with an
+empty one, which outlives it. Records are not signed yet: where they will be, the node's `record_validator` checks them,
+and the subkey carries the public key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hivemind.dht import DHTNode
+from hivemind.moe.expert_uid import FLAT_EXPERT, UID_DELIMITER, is_valid_uid
+from hivemind.utils import get_dht_time
+
+from lilliput.errors import BadRequest, Unreachable
+from lilliput.swarm.node import Node
+from lilliput.swarm.records import ServerRecord
+
+#: how long an announcement counts (seconds); announce again at a third of it
+LEASE_SECONDS = 15.0
+FIND_SECONDS = 10.0
+
+_REGISTRY = "lilliput:1"
+_GONE = b""
+#: a later expiration wins, and clocks and floats are what they are
+_MARGIN_SECONDS = 1e-3
+
+
+async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
+    """Tell the swarm about a server, or that it still lives. False if no peer kept the record."""
+    subkey = record.peer_id
+    entries: list[tuple[str, str, Any]] = [
+        (_key(record.model), subkey, record.to_bytes()),
+        (_REGISTRY, record.model, record.model_blocks),
+    ]
+    return await _store(node, entries, lease_seconds)
+
+
+async def withdraw(node: Node, record: ServerRecord) -> bool:
+    """Say goodbye: nobody who looks from now on finds the server."""
+    return await _store(node, [(_key(record.model), record.peer_id, _GONE)], 0.0)
+
+
+async def find(node: Node, model: str) -> list[ServerRecord]:
+    """All servers of a model that have announced themselves, in the order of their blocks."""
+    records = []
+    for subkey, value in (await _latest(node.dht, _key(model))).items():
+        record = ServerRecord.from_bytes(value)
+        if record is not None and record.peer_id == subkey and record.model == model:
+            records.append(record)
+    return sorted(records, key=lambda r: (r.start, r.end, r.peer_id))
+
+
+async def models(node: Node) -> dict[str, int]:
+    """The models that were announced lately, with how many blocks each has (0 if unknown)."""
+    found = await _latest(node.dht, _REGISTRY)
+    return {
+        name: blocks if isinstance(blocks, int) and blocks >= 0 else 0
+        for name, blocks in sorted(found.items(), key=lambda item: str(item[0]))
+        if isinstance(name, str)
+    }
+
+
+async def declare_uids(
+    node: Node, prefix: str, span: tuple[int, int], lease_seconds: float = 2 * LEASE_SECONDS
+) -> bool:
+    """Declare blocks `[start, end)` as hivemind's experts `PREFIX.N`, so that its `get_experts` finds them.
+
+    The very entries that `hivemind.moe.server.declare_experts` writes; that one needs a DHT in a forked process.
+    """
+    if UID_DELIMITER in prefix or not is_valid_uid(f"{prefix}{UID_DELIMITER}0"):
+        raise BadRequest(f"hivemind's UIDs have the form PREFIX.N; {prefix!r} cannot be a prefix")
+    me = node.peer_id.to_base58()
+    entries: list[tuple[str, Any, Any]] = []
+    for index in range(*span):
+        uid = f"{prefix}{UID_DELIMITER}{index}"
+        entries.append((uid, None, me))
+        entries.append((f"{uid}{UID_DELIMITER}", FLAT_EXPERT, (uid, me)))
+    return await _store(node, entries, lease_seconds)
+
+
+def _key(model: str) -> str:
+    return f"{_REGISTRY}:{model}"
+
+
+async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> bool:
+    now = float(get_dht_time())
+    ends = []
+    for key, subkey, _ in entries:
+        end = max(now + lease_seconds, node.lease_ends.get((key, subkey), now) + _MARGIN_SECONDS)
+        node.lease_ends[key, subkey] = end
+        ends.append(end)
+    keys, subkeys, values = (list(column) for column in zip(*entries, strict=True))
+    stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys)
+    return all(stored.values())
+
+
+async def _latest(dht: DHTNode, key: str) -> dict[Any, Any]:
+    """Subkeys and their values, asked from the network (the local cache would go on showing who has left)."""
+    try:
+        async with asyncio.timeout(FIND_SECONDS):
+            found = await dht.get(key, latest=True)
+    except TimeoutError as e:
+        raise Unreachable(f"no peer answered within {FIND_SECONDS:.0f} s what it knows of {key!r}") from e
+    if found is None or not isinstance(found.value, dict):
+        return {}
+    return {subkey: entry.value for subkey, entry in found.value.items()}

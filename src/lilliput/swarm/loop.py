@@ -1,0 +1,101 @@
+"""An event loop in a thread, for callers that are not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from lilliput.errors import LilliputError
+
+T = TypeVar("T")
+
+_STOP_SECONDS = 5.0
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+class LoopThread:
+    """One background thread with one event loop. It ends with `stop`, or before the interpreter does."""
+
+    def __init__(self, name: str = "lilliput-loop") -> None:
+        self._pid = os.getpid()
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._stopping = threading.Lock()
+        self._stopped = False
+        self.loop = new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop; does not wait."""
+        if self._stopped or os.getpid() != self._pid:
+            coro.close()
+            raise LilliputError(
+                "this connection to the swarm was closed"
+                if os.getpid() == self._pid
+                else "a connection to the swarm does not survive a fork: connect after forking, in the child"
+            )
+        return asyncio.run_coroutine_threadsafe(coro, self.loop)
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the loop and wait for its result.
+
+        Whatever interrupts the wait (a timeout in seconds, KeyboardInterrupt) cancels the coroutine.
+        """
+        if threading.current_thread() is self._thread:
+            coro.close()
+            raise LilliputError("this call would wait for its own event loop; use the asynchronous form there")
+        future = self.submit(coro)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def at_stop(self, closer: Callable[[], Awaitable[None]]) -> None:
+        """Await `closer()` on the loop before the loop ends."""
+        self._closers.append(closer)
+
+    def stop(self) -> None:
+        """Run the closers, cancel what still runs, end the thread. May be called twice, from any thread but its own."""
+        with self._stopping:
+            if self._stopped or os.getpid() != self._pid:
+                return
+            ending = asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
+            self._stopped = True
+        atexit.unregister(self.stop)
+        with contextlib.suppress(Exception):
+            ending.result(_STOP_SECONDS)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_STOP_SECONDS)
+
+    async def _wind_up(self) -> None:
+        for closer in reversed(self._closers):
+            with contextlib.suppress(Exception):
+                await closer()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.loop.shutdown_asyncgens()
