@@ -1,0 +1,103 @@
+"""The `lilliput` command.
+
+A command's module declares its parameters, and imports what it needs inside its function, so that `--help` answers at
+once.
+Whatever a command raises ends here, as one line for a person.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Annotated, NoReturn, ParamSpec
+
+import typer
+
+from lilliput.cli import bench, chat, demo, fetch, generate, logs, serve, status
+from lilliput.errors import LilliputError
+
+P = ParamSpec("P")
+
+app = typer.Typer(
+    name="lilliput",
+    help="Many small machines hold one giant language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """`command`, whose errors become one red line and an exit code: 1 for errors, 130 for an interruption."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except LilliputError as error:
+            _fail(str(error))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except Exception as error:
+            _fail(f"Something is wrong in Lilliput itself: {type(error).__name__}: {error}  (--debug shows where)")
+
+    return run
+
+
+def _fail(message: str) -> NoReturn:
+    if logs.debugging():
+        traceback.print_exc()
+    typer.secho(" ".join(message.split()), fg="red", err=True)
+    raise typer.Exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"lilliput {version('lilliput')}")
+        except PackageNotFoundError:
+            typer.echo("lilliput, from a source tree that is not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    verbose: logs.Verbose = 0,
+    debug: Annotated[
+        bool, typer.Option("--debug", help=f"Show tracebacks, as {logs.DEBUG}=1 does.", show_default=False)
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    logs.set_up(verbose, debug=debug)
+
+
+for _command in (demo.demo, serve.serve, chat.chat, generate.generate, status.status, fetch.fetch, bench.bench):
+    app.command()(guarded(_command))
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def main() -> None:
+    """Run the command line. SIGTERM ends a command as an exception does, so that what it started is cleared away."""
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
