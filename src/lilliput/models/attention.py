@@ -1,0 +1,180 @@
+"""Attention over a packed batch and its paged cache, or over plain rows without a cache.
+
+One function serves every family that reaches its attention through transformers' `AttentionInterface`, and the fused
+blocks. It honours what families hand over: scaling, sliding windows, soft caps, attention sinks, fewer key heads than
+query heads, values narrower than keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What a family's block asks of its attention, as recorded from the block itself."""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def cache_dim(self) -> int:
+        """Width of a cache slot: keys and values share one tensor."""
+        return max(self.key_dim, self.value_dim)
+
+    @property
+    def plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+
+def new_pool(shape: AttentionShape, pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched."""
+    return torch.zeros(pages, 2 * shape.kv_heads, page_size, shape.cache_dim, dtype=dtype)
+
+
+def write(pool: torch.Tensor, batch: PackedBatch, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Put new keys `[tokens, kv_heads, key_dim]` and values into their slots."""
+    if key.shape[-1] != value.shape[-1]:
+        width = pool.shape[-1]
+        key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (key, value))
+    write_joined(pool, batch, torch.cat([key, value], dim=1))
+
+
+def write_joined(pool: torch.Tensor, batch: PackedBatch, both: torch.Tensor) -> None:
+    """Put keys and values, `[tokens, 2 * kv_heads, cache_dim]` with keys' heads first, into their slots."""
+    heads = pool.shape[1]
+    pool.view(-1, pool.shape[-1])[batch.write_index(heads)] = both
+
+
+def paged(query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, shape: AttentionShape) -> torch.Tensor:
+    """Attend to the cache. The batch's own keys and values must have been written.
+
+    :param query: [tokens, heads, key_dim]
+    :returns: [tokens, heads, value_dim]
+    """
+    parts: list[torch.Tensor] = []
+    offset = 0
+    for group in batch.decode:
+        rows = group.pages.shape[0]
+        parts.append(_decode(query[offset : offset + rows], pool, batch, group, shape))
+        offset += rows
+    for chunk in batch.chunks:
+        count = chunk.rows * chunk.tokens
+        parts.append(_chunk(query[offset : offset + count], pool, batch, chunk, shape))
+        offset += count
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+) -> torch.Tensor:
+    """Attend without a cache, differentiably.
+
+    :param query, key, value: [rows, heads or kv_heads, tokens, dim]
+    :param mask: bool [rows or 1, tokens, tokens], True = attend; None = causal
+    :returns: [rows, tokens, heads, value_dim]
+    """
+    rows, heads, tokens, _ = query.shape
+    if mask is None and shape.window is not None and shape.window < tokens:
+        position = torch.arange(tokens)
+        mask = (position <= position[:, None])[None]
+    if mask is not None and shape.window is not None:
+        position = torch.arange(tokens)
+        mask = mask & (position > position[:, None] - shape.window)
+    grouped = query.reshape(rows, shape.kv_heads, heads // shape.kv_heads, tokens, -1)
+    out = _attend(grouped, key[:, :, None], value[:, :, None], mask, shape)
+    return out.reshape(rows, heads, tokens, -1).transpose(1, 2)
+
+
+def _gather(
+    pool: torch.Tensor, batch: PackedBatch, pages: torch.Tensor, shape: AttentionShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of some rows: two of [rows * kv_heads, pages * page_size, dim]."""
+    size = pool.shape[2] * pool.shape[3]
+    index = batch.gather_index(pages, shape.kv_heads)
+    both = pool.view(-1, size).index_select(0, index).view(2, pages.shape[0] * shape.kv_heads, -1, pool.shape[3])
+    key, value = both[0], both[1]
+    if shape.key_dim != shape.value_dim:
+        key, value = key[..., : shape.key_dim], value[..., : shape.value_dim]
+    return key, value
+
+
+def _decode(
+    query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, group: DecodeGroup, shape: AttentionShape
+) -> torch.Tensor:
+    # Grouped queries are folded into the batch: two batched products per block, whatever the number of rows.
+    rows = query.shape[0]
+    key, value = _gather(pool, batch, group.pages, shape)
+    bias = batch.decode_bias(group, shape.kv_heads, shape.window, query.dtype)
+    folded = query.reshape(rows * shape.kv_heads, -1, shape.key_dim)
+    if shape.plain:
+        scores = torch.baddbmm(bias, folded, key.transpose(1, 2), alpha=shape.scaling)
+        weights = torch.softmax(scores, dim=-1)
+    else:
+        scores = torch.bmm(folded, key.transpose(1, 2))
+        weights = _weights(scores, bias, shape, rows)
+    return torch.bmm(weights, value).view(rows, shape.heads, shape.value_dim)
+
+
+def _chunk(
+    query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, chunk: Chunk, shape: AttentionShape
+) -> torch.Tensor:
+    length = chunk.start + chunk.tokens
+    key, value = _gather(pool, batch, chunk.pages, shape)
+    key, value = (x[:, :length].view(chunk.rows, shape.kv_heads, 1, length, -1) for x in (key, value))
+    grouped = query.view(chunk.rows, chunk.tokens, shape.kv_heads, -1, shape.key_dim).permute(0, 2, 3, 1, 4)
+    causal = chunk.start == 0 and chunk.mask is None and (shape.window is None or shape.window >= length)
+    mask = None if causal else batch.chunk_mask(chunk, shape.window)
+    out = _attend(grouped, key, value, mask, shape)
+    return out.permute(0, 3, 1, 2, 4).reshape(chunk.rows * chunk.tokens, shape.heads, shape.value_dim)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+) -> torch.Tensor:
+    """[rows, kv_heads, group, tokens, key_dim] against [rows, kv_heads, 1, length, dim]; mask None = causal."""
+    rows, kv_heads, group, tokens, _ = query.shape
+    length = key.shape[3]
+    if shape.plain:
+        # One query group per (row, kv head): the fused kernel takes keys with a zero stride over the group.
+        flat = rows * kv_heads
+        q = query.reshape(flat, group, tokens, -1)
+        k, v = (x.reshape(flat, 1, length, -1).expand(flat, group, length, -1) for x in (key, value))
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[:, None].expand(rows, kv_heads, tokens, length).reshape(flat, tokens, length)
+        if mask is not None:
+            mask = mask[:, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scaling)
+        return out.view(rows, kv_heads, group, tokens, -1)
+    if mask is None:
+        mask = torch.ones(tokens, length, dtype=torch.bool).tril()[None]
+    bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    scores = query @ key.transpose(-1, -2)
+    return _weights(scores, bias[:, None, None], shape, rows) @ value
+
+
+def _weights(scores: torch.Tensor, bias: torch.Tensor, shape: AttentionShape, rows: int) -> torch.Tensor:
+    """Softmax with a soft cap and sinks. `scores`: unscaled, [rows * kv_heads, group, L] or [rows, kv_heads, group, T, L]."""
+    scores = scores * shape.scaling
+    if shape.softcap is not None:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    scores = (scores + bias).float()
+    if shape.sinks is None:
+        return torch.softmax(scores, dim=-1).to(bias.dtype)
+    sinks = shape.sinks.float().view(shape.kv_heads, -1, 1)
+    if scores.dim() == 5:
+        column = sinks[None, ..., None].expand(*scores.shape[:-1], 1)
+    else:
+        column = sinks.repeat(rows, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1].to(bias.dtype)

@@ -1,0 +1,117 @@
+"""A packed batch: tokens of many sessions side by side, and where each one's keys and values lie.
+
+The tokens of all sessions form one sequence `[tokens, hidden]`, so projections and MLPs run once over all of them; only
+attention looks at rows. Rows that bring one token each come first (`decode`), in groups of similar length; the others
+follow as chunks.
+
+A block's cache is one tensor `[pages, 2 * kv_heads, page_size, head_dim]`, keys' heads before values'. With a head's
+tokens next to each other inside a page, the keys and values of many rows are gathered by one `index_select` into the
+layout that batched products want.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class DecodeGroup:
+    """Rows with one new token each, padded to the same number of pages."""
+
+    #: [rows, pages] page ids; what lies beyond a row's length is any page of the pool
+    pages: torch.Tensor
+    #: [rows] tokens per row after this step
+    lengths: torch.Tensor
+    #: bool [rows, pages * page_size], True = attend; None = all up to the length
+    mask: torch.Tensor | None = None
+
+
+@dataclass
+class Chunk:
+    """Several new tokens for each of one session's rows."""
+
+    rows: int
+    tokens: int
+    #: tokens per row in the cache before this step
+    start: int
+    #: [rows, pages] page ids, enough for start + tokens
+    pages: torch.Tensor
+    #: bool [rows or 1, tokens, start + tokens], True = attend; None = causal
+    mask: torch.Tensor | None = None
+
+
+@dataclass
+class Prompts:
+    """Deep prompts: added to the inputs of every block, for a slice of the packed tokens."""
+
+    offset: int
+    #: [blocks of the request, tokens, hidden]
+    values: torch.Tensor
+
+
+@dataclass
+class PackedBatch:
+    """Everything a block must know about the tokens it gets. Order: decode groups, then chunks."""
+
+    page_size: int
+    #: int64 [tokens]
+    position_ids: torch.Tensor
+    #: int64 [tokens]: page * page_size + offset, where each token's keys and values go
+    slots: torch.Tensor
+    decode: list[DecodeGroup] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    prompts: list[Prompts] = field(default_factory=list)
+    _memo: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def write_index(self, heads: int) -> torch.Tensor:
+        """int64 [tokens, heads]: rows of a pool seen as `[pages * heads * page_size, head_dim]`."""
+        key = ("write", heads)
+        if key not in self._memo:
+            page, offset = self.slots // self.page_size, self.slots % self.page_size
+            head = torch.arange(heads)
+            self._memo[key] = (page[:, None] * heads + head) * self.page_size + offset[:, None]
+        return self._memo[key]
+
+    def gather_index(self, pages: torch.Tensor, heads: int) -> torch.Tensor:
+        """int64 [2 * rows * heads * pages]: rows of a pool seen as `[pages * 2 * heads, page_size * head_dim]`.
+
+        The order is keys then values, then row, head, page.
+        """
+        key = ("gather", id(pages), heads)
+        if key not in self._memo:
+            side = torch.arange(2).view(2, 1, 1, 1) * heads
+            head = torch.arange(heads).view(1, 1, heads, 1)
+            self._memo[key] = (pages[None, :, None, :] * (2 * heads) + side + head).reshape(-1)
+        return self._memo[key]
+
+    def decode_bias(self, group: DecodeGroup, heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """[rows * heads, 1, pages * page_size]: 0 where a row attends, the dtype's lowest elsewhere."""
+        key = ("bias", id(group), heads, window, dtype)
+        if key not in self._memo:
+            slot = torch.arange(group.pages.shape[1] * self.page_size)
+            last = group.lengths[:, None] - 1
+            allowed = slot <= last
+            if group.mask is not None:
+                allowed = allowed & group.mask
+            if window is not None:
+                allowed &= slot > last - window
+            bias = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)
+            self._memo[key] = bias.repeat_interleave(heads, dim=0)[:, None]
+        return self._memo[key]
+
+    def chunk_mask(self, chunk: Chunk, window: int | None) -> torch.Tensor:
+        """bool [rows or 1, tokens, start + tokens], True = attend."""
+        key = ("mask", id(chunk), window)
+        if key not in self._memo:
+            query = torch.arange(chunk.start, chunk.start + chunk.tokens)[:, None]
+            slot = torch.arange(chunk.start + chunk.tokens)
+            if chunk.mask is not None:
+                allowed = chunk.mask
+            else:
+                allowed = (slot <= query)[None]
+            if window is not None:
+                allowed = allowed & (slot > query - window)
+            self._memo[key] = allowed
+        return self._memo[key]

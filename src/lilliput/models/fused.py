@@ -1,0 +1,157 @@
+"""A Llama-shaped block as few, large operations.
+
+Half of a single-token step in plain modules is neither weights nor attention but the hundreds of small operations
+between them. This is the same block with its projections joined, its residuals, gate and activation inside the matrix
+kernels, and its attention over the paged cache.
+
+It is not a list of families: any block with the shape below is tried, run beside the family's own code on the same
+inputs, and used only if the outputs agree (see `Span`). A family, or a release of transformers, that computes something
+else simply keeps its own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lilliput.models import attention
+from lilliput.models.attention import AttentionShape
+from lilliput.models.batch import PackedBatch
+from lilliput.models.linear import PackedLinear
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class RMSNorm:
+    """x / rms(x) * weight, over the last dimension."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.weight: torch.Tensor = module.weight.detach()
+        self.eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 1e-6)))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
+    """From a family's `cos, sin` [..., dim] to tables for `rotate`: the sign of the swapped halves goes into the sine."""
+    half = sin.shape[-1] // 2
+    return cos[..., None, :], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[..., None, :]
+
+
+def rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
+    """Rotary positions for heads [..., heads, dim], halves swapped (not interleaved)."""
+    cos, sin = tables
+    return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
+
+
+class FusedBlock:
+    """One block. Keeps its own copies of the weights; the family's module may be dropped afterwards."""
+
+    def __init__(self, block: nn.Module, shape: AttentionShape) -> None:
+        attn, mlp = _part(block, "self_attn"), _part(block, "mlp")
+        self.shape = shape
+        self.norm_in = RMSNorm(_part(block, "input_layernorm"))
+        self.norm_mlp = RMSNorm(_part(block, "post_attention_layernorm"))
+        self.qkv = PackedLinear.joined(*(_linear(attn, name) for name in ("q_proj", "k_proj", "v_proj")))
+        out, gate, up, down = (
+            _linear(owner, name)
+            for owner, name in ((attn, "o_proj"), (mlp, "gate_proj"), (mlp, "up_proj"), (mlp, "down_proj"))
+        )
+        self.out = PackedLinear(out.weight, out.bias)
+        self.gate = PackedLinear(gate.weight, gate.bias)
+        self.up = PackedLinear(up.weight, up.bias)
+        self.down = PackedLinear(down.weight, down.bias)
+        self.norm_q = RMSNorm(attn.q_norm) if hasattr(attn, "q_norm") else None
+        self.norm_k = RMSNorm(attn.k_norm) if hasattr(attn, "k_norm") else None
+
+    def paged(
+        self, hidden: torch.Tensor, tables: Rotary, pool: torch.Tensor, batch: PackedBatch, prompt: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Packed tokens with a paged cache: [tokens, hidden] -> [tokens, hidden]. Not differentiable."""
+        if prompt is not None:
+            hidden = hidden + prompt
+        tokens, shape = hidden.shape[0], self.shape
+        heads = self.qkv(self.norm_in(hidden)).view(tokens, -1, shape.key_dim)
+        turning = heads[:, : shape.heads + shape.kv_heads]
+        if self.norm_q is None:
+            cos, sin = tables
+            rolled = torch.roll(turning, shape.key_dim // 2, dims=-1)
+            torch.addcmul(turning * cos, rolled, sin, out=turning)  # in place: keys stay beside values
+        else:
+            turning.copy_(rotate(self._norm_heads(turning), tables))
+        attention.write_joined(pool, batch, heads[:, shape.heads :])
+        attended = attention.paged(heads[:, : shape.heads], pool, batch, shape)
+        hidden = self.out.plus(attended.reshape(tokens, -1), hidden)
+        normed = self.norm_mlp(hidden)
+        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden)
+
+    def dense(self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None) -> torch.Tensor:
+        """Rows without a cache, differentiable: [rows, tokens, hidden] -> the same shape."""
+        hidden = self.out.plus(self.attend(hidden, tables, mask), hidden)
+        normed = self.norm_mlp(hidden)
+        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden)
+
+    def attend(self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None) -> torch.Tensor:
+        """The attention of `dense`, before its output projection: [rows, tokens, heads * value_dim]."""
+        rows, tokens, _ = hidden.shape
+        shape = self.shape
+        heads = self.qkv(self.norm_in(hidden)).view(rows, tokens, -1, shape.key_dim)
+        turning = heads[:, :, : shape.heads + shape.kv_heads]
+        if self.norm_q is not None:
+            turning = self._norm_heads(turning)
+        turning = rotate(turning, tables)
+        query, key = turning.transpose(1, 2).split([shape.heads, shape.kv_heads], dim=1)
+        value = heads[:, :, shape.heads + shape.kv_heads :].transpose(1, 2)
+        return attention.dense(query, key, value, mask, shape).reshape(rows, tokens, -1)
+
+    def _norm_heads(self, turning: torch.Tensor) -> torch.Tensor:
+        query, key = turning.split([self.shape.heads, self.shape.kv_heads], dim=-2)
+        assert self.norm_q is not None
+        assert self.norm_k is not None
+        return torch.cat([self.norm_q(query), self.norm_k(key)], dim=-2)
+
+
+class NotLlamaShaped(Exception):
+    """The block has other parts than `FusedBlock` knows."""
+
+
+_BLOCK_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+
+def try_fuse(block: nn.Module, shape: AttentionShape, activation: str) -> FusedBlock | None:
+    """The block as a `FusedBlock`, or None if it has other parts. Whether it computes the same is for the caller to try."""
+    try:
+        if not shape.plain or shape.key_dim != shape.value_dim or activation not in ("silu", "swish"):
+            return None
+        for owner, known in (
+            (block, _BLOCK_PARTS),
+            (_part(block, "self_attn"), _ATTENTION_PARTS),
+            (_part(block, "mlp"), _MLP_PARTS),
+        ):
+            # parts without weights (dropout, activations) are not weighed: the trial run notices if they matter
+            others = {n for n, child in owner.named_children() if n not in known and any(True for _ in child.parameters())}
+            if others:
+                return None
+        return FusedBlock(block, shape)
+    except NotLlamaShaped:
+        return None
+
+
+def _part(owner: nn.Module, name: str) -> Any:
+    part = getattr(owner, name, None)
+    if not isinstance(part, nn.Module):
+        raise NotLlamaShaped(name)
+    return part
+
+
+def _linear(owner: nn.Module, name: str) -> nn.Linear:
+    part = _part(owner, name)
+    if type(part) is not nn.Linear:
+        raise NotLlamaShaped(name)
+    return part

@@ -1,0 +1,287 @@
+"""A span of blocks, ready to compute: the model with holes, its attention over the paged cache.
+
+Two ways through the blocks. *Paged*: packed tokens of many sessions with their caches, for inference. *Dense*: whole rows
+without caches, differentiable, for training and scoring. Either runs any part `[start, end)` of the span.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedModel
+
+from lilliput.errors import ModelError
+from lilliput.models import attention
+from lilliput.models.attention import AttentionShape
+from lilliput.models.batch import PackedBatch
+from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
+from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
+from lilliput.models.sources import ModelFiles
+
+ATTENTION = "lilliput_span"
+#: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
+#: (Medians, since one enormous activation, which some models have, would drown all others.)
+_TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+#: trial inputs are small, so that what a block adds is not lost in rounding the sum
+_TRIAL_SCALE = 0.02
+
+Pools = dict[int, torch.Tensor]
+
+
+@dataclass
+class _Trial:
+    """A block's inputs and outputs in a trial run."""
+
+    hidden: torch.Tensor
+    rotary: Any
+    attended: torch.Tensor
+    output: Any
+
+
+@dataclass
+class _Call:
+    """What the attention function must know about the call in progress."""
+
+    start: int
+    end: int
+    batch: PackedBatch | None = None
+    pools: Pools = field(default_factory=dict)
+    mask: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
+    recorded: dict[int, AttentionShape] | None = None
+    attended: torch.Tensor | None = None
+    trials: dict[int, _Trial] | None = None
+
+
+# Not a keyword argument of the model's call: some families drop those on the way.
+_current: contextvars.ContextVar[_Call] = contextvars.ContextVar("lilliput_span_call")
+
+
+@contextlib.contextmanager
+def _calling(call: _Call) -> Iterator[_Call]:
+    token = _current.set(call)
+    try:
+        yield call
+    finally:
+        _current.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """[rows, heads, tokens, dim] -> [rows, tokens, heads, dim], as transformers' attention functions have it."""
+    call = _current.get()
+    index: int = module.layer_idx  # type: ignore[assignment]
+    shape = AttentionShape(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        key_dim=key.shape[-1],
+        value_dim=value.shape[-1],
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    if call.recorded is not None:
+        call.recorded[index] = shape
+    if call.batch is None:
+        out = attention.dense(query, key, value, call.mask, shape)
+        call.attended = out
+        return out, None
+    pool = call.pools[index]
+    attention.write(pool, call.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return attention.paged(query[0].transpose(0, 1), pool, call.batch, shape)[None], None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """The batch knows who attends to what; transformers need not build masks."""
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+class _SpanBlock(nn.Module):
+    """A family's block inside a span: skipped when the request leaves it out, given its deep prompts."""
+
+    def __init__(self, block: nn.Module, index: int) -> None:
+        super().__init__()
+        self.block, self.index = block, index
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = _current.get()
+        if not call.start <= self.index < call.end:
+            return hidden_states
+        if call.prompts is not None:
+            hidden_states = hidden_states + call.prompts[self.index - call.start]
+        if call.batch is not None and call.batch.prompts:
+            hidden_states = hidden_states + _packed_prompt(call.batch, self.index - call.start, hidden_states[0])
+        out = self.block(hidden_states, *args, **kwargs)
+        if call.trials is not None and call.attended is not None:
+            call.trials[self.index] = _Trial(hidden_states, kwargs.get("position_embeddings"), call.attended, out)
+        return out
+
+
+def _packed_prompt(batch: PackedBatch, block: int, like: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(like)
+    for prompts in batch.prompts:
+        total[prompts.offset : prompts.offset + prompts.values.shape[1]] = prompts.values[block]
+    return total
+
+
+class Span:
+    """Blocks `[start, end)` of a model.
+
+    :ivar shapes: what each block asks of its attention, by block number
+    :ivar fused: whether the blocks run as `FusedBlock`s or as the family's own modules
+    """
+
+    def __init__(self, model: PreTrainedModel, start: int, end: int, *, fuse: bool = True) -> None:
+        self._base: Any = base_of(model)
+        self.start, self.end = start, end
+        self.dtype: torch.dtype = model.dtype
+        self.config = self._base.config
+        self.hidden_size: int = self.config.hidden_size
+        blocks = blocks_of(model)
+        for index in range(start, end):
+            blocks[index] = _SpanBlock(blocks[index], index)
+        self._fused: dict[int, FusedBlock] | None = None
+        self.shapes: dict[int, AttentionShape] = {}
+        self._try_out(blocks, fuse)
+
+    @classmethod
+    def load(cls, files: ModelFiles, start: int, end: int, *, dtype: torch.dtype, fuse: bool = True) -> Span:
+        """Read blocks `[start, end)` of a model's files, and nothing else."""
+        model = load_with_holes(files, AutoModel, keep_span(start, end), dtype=dtype, attention=ATTENTION)
+        return cls(model, start, end, fuse=fuse)
+
+    @property
+    def fused(self) -> bool:
+        return self._fused is not None
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of attention cache for one token of one row through the whole span."""
+        return sum(2 * s.kv_heads * s.cache_dim for s in self.shapes.values()) * self.dtype.itemsize
+
+    def new_pools(self, pages: int, page_size: int) -> Pools:
+        """The caches of all blocks. Memory is taken by the system as pages are first used."""
+        return {i: attention.new_pool(shape, pages, page_size, self.dtype) for i, shape in self.shapes.items()}
+
+    @torch.inference_mode()
+    def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
+        """Packed tokens through blocks `[start, end)`: [tokens, hidden] -> [tokens, hidden]."""
+        if self._fused is None:
+            call = _Call(start, end, batch=batch, pools=pools)
+            return self._through_family(hidden[None], batch.position_ids[None], call)[0]
+        tables = self._tables(hidden[None], batch.position_ids[None], packed=True)
+        for index in range(start, end):
+            prompt = _packed_prompt(batch, index - start, hidden) if batch.prompts else None
+            hidden = self._fused[index].paged(hidden, tables, pools[index], batch, prompt)
+        return hidden
+
+    def dense(
+        self,
+        hidden: torch.Tensor,
+        start: int,
+        end: int,
+        *,
+        mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        prompts: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Whole rows through blocks `[start, end)` without a cache, differentiable in `hidden` and `prompts`.
+
+        :param hidden: [rows, tokens, hidden]
+        :param mask: bool [rows or 1, tokens, tokens], True = attend; default causal
+        :param position_ids: int64 [rows, tokens]; default 0, 1, 2, ...
+        :param prompts: [blocks, rows or 1, tokens, hidden], added to the inputs of each block
+        """
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1])[None].expand(hidden.shape[0], -1)
+        if self._fused is None:
+            return self._through_family(hidden, position_ids, _Call(start, end, mask=mask, prompts=prompts))
+        tables = self._tables(hidden, position_ids)
+        for index in range(start, end):
+            if prompts is not None:
+                hidden = hidden + prompts[index - start]
+            hidden = self._fused[index].dense(hidden, tables, mask)
+        return hidden
+
+    def _through_family(self, hidden: torch.Tensor, position_ids: torch.Tensor, call: _Call) -> torch.Tensor:
+        with _calling(call):
+            out = self._base(inputs_embeds=hidden, position_ids=position_ids, use_cache=False)
+        return out.last_hidden_state
+
+    def _tables(self, hidden: torch.Tensor, position_ids: torch.Tensor, packed: bool = False) -> Any:
+        with torch.no_grad():
+            cos, sin = self._base.rotary_emb(hidden, position_ids)
+            return rotary_tables(cos[0], sin[0]) if packed else rotary_tables(cos, sin)
+
+    def _try_out(self, blocks: nn.ModuleList, fuse: bool) -> None:
+        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones against them."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = (torch.randn(2, 5, self.hidden_size, generator=generator) * _TRIAL_SCALE).to(self.dtype)
+        positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
+        call = _Call(self.start, self.end, recorded=self.shapes, trials={})
+        with torch.no_grad():
+            self._through_family(hidden, positions, call)
+            if set(self.shapes) != set(range(self.start, self.end)):
+                raise ModelError(
+                    f"{type(self._base).__name__} does not reach its attention through transformers' attention interface"
+                )
+            # `s_aux` is a parameter of the block itself: keep it as it is, without its history
+            self.shapes = {
+                i: replace(s, sinks=s.sinks.detach() if s.sinks is not None else None) for i, s in self.shapes.items()
+            }
+            if fuse and hasattr(self._base, "rotary_emb"):
+                self._fused = self._fuse(blocks, call)
+        if self._fused is not None:
+            for index in range(self.start, self.end):
+                blocks[index] = nn.Identity()  # the fused blocks have their own copies
+
+    def _fuse(self, blocks: nn.ModuleList, call: _Call) -> dict[int, FusedBlock] | None:
+        """All blocks fused, or None if one of them computes something else."""
+        fused: dict[int, FusedBlock] = {}
+        activation = str(getattr(self.config, "hidden_act", ""))
+        assert call.trials is not None
+        for index, trial in call.trials.items():
+            wrapped: Any = blocks[index]
+            block = try_fuse(wrapped.block, self.shapes[index], activation)
+            if block is None or not _agrees(block, trial, _TRIAL_TOLERANCE.get(self.dtype, 1e-2)):
+                return None
+            fused[index] = block
+        return fused
+
+
+def _agrees(block: FusedBlock, trial: _Trial, tolerance: float) -> bool:
+    rotary = trial.rotary
+    if not (isinstance(rotary, tuple) and len(rotary) == 2 and isinstance(trial.output, torch.Tensor)):
+        return False
+    if rotary[0].shape[-1] != block.shape.key_dim:
+        return False  # rotates only a part of each head
+    tables = rotary_tables(*rotary)
+
+    def near(got: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | float) -> bool:
+        error, size = (got - expected).abs().float().median(), (expected - base).abs().float().median()
+        return bool(error <= tolerance * size)  # False for NaN
+
+    attended = block.attend(trial.hidden, tables, None)
+    return near(attended, trial.attended.reshape(attended.shape), 0.0) and near(
+        block.dense(trial.hidden, tables, None), trial.output, trial.hidden
+    )
