@@ -11,7 +11,7 @@ import typer
 
 #: environment variable that turns tracebacks on, as `--debug` does
 DEBUG = "LILLIPUT_DEBUG"
-#: levels of our own loggers, of the libraries', and of those that read theirs from the environment: hivemind, transformers
+#: levels of our loggers, of the libraries', and of two that read theirs from the environment: hivemind and transformers
 _LEVELS = (
     (logging.WARNING, logging.ERROR, "ERROR", "error"),
     (logging.INFO, logging.WARNING, "WARN", "error"),

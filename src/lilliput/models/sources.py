@@ -75,6 +75,8 @@ def resolve(
         from lilliput.models import demo
 
         return _described(DEMO, demo.fetch(progress))
+    if not name.strip():
+        raise ModelError(f"The model's name is empty. {_WHAT_IS_A_NAME}")
     folder = Path(name).expanduser()
     if folder.is_dir():
         check_folder(folder, weights=weights)
@@ -225,8 +227,16 @@ def _from_hub(name: str, revision: str | None, token: str | None, weights: bool,
 
     try:
         folder = download(LIGHT_FILES)
-        # a single weights file that the hub does not have is no error here: check_folder finds it missing
-        return download(weight_files(folder)) if weights and (folder / "config.json").exists() else folder
+        if not weights or not (folder / "config.json").exists():
+            return folder
+        folder = download(weight_files(folder))
+        if not any((folder / file).exists() for file in weight_files(folder)):
+            from huggingface_hub import HfApi
+
+            there = HfApi(token=token).list_repo_files(name, revision=revision)
+            if any(Path(file).match(pattern) for file in there for pattern in PICKLED):
+                raise ModelError(f"{name} has only pickled weights on the hub. {_NO_PICKLES}")
+        return folder
     except ModelError:
         raise
     except Exception as error:  # the hub's client raises what its HTTP library of the day raises
