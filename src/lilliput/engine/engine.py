@@ -1,0 +1,386 @@
+"""The engine: one thread that owns the device, the pages and the sessions' caches.
+
+    while running:
+        take what arrived -> plan a round -> pack -> through the blocks -> hand out the results
+        (and between rounds, a unit of a training pass)
+
+Everything else submits work and is called back. No lock guards the caches: only this thread touches them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from lilliput.engine.packing import Slice, attend_to_self, looks_ahead, pack, unpack
+from lilliput.engine.pages import PagePool
+from lilliput.engine.rates import Rates
+from lilliput.engine.scheduler import Absent, Budget, Waiting, plan_round, worth_waiting
+from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.engine.training import Pass, check_pass, units
+from lilliput.errors import LilliputError, ServerFailure, SessionExpired
+from lilliput.models.span import Span
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: while sessions are generating, training passes get about this share of the device's time
+TRAINING_SHARE = 0.25
+_MOST_CREDIT = 0.1
+#: a session that stays away longer than this is not waited for (seconds)
+_FORGET_AFTER = 1.0
+
+
+@dataclass
+class _Generating:
+    """A session's queue of steps and its rhythm."""
+
+    steps: deque[Step] = field(default_factory=deque)
+    left: float = 0.0
+    away: float = 0.0
+
+
+@dataclass
+class Counters:
+    """Totals since the engine started."""
+
+    rounds: int = 0
+    steps: int = 0
+    tokens: int = 0
+    #: tokens that a session found in kept pages and did not compute
+    reused_tokens: int = 0
+    largest_decode_batch: int = 0
+    failures: int = 0
+
+
+class Engine:
+    """Runs a span for many sessions.
+
+    :param pages, page_size: the cache: so many pages of so many tokens
+    """
+
+    def __init__(self, span: Span, *, pages: int, page_size: int = 32, budget: Budget | None = None) -> None:
+        self.span = span
+        self.budget = budget or Budget()
+        self.pool = PagePool(pages, page_size)
+        self.counters = Counters()
+        self.rates = Rates()
+        self._caches = span.new_pools(pages, page_size)
+        self._sessions: dict[CacheSession, _Generating] = {}
+        self._training: deque[tuple[Pass, Generator[None, None, torch.Tensor]]] = deque()
+        self._training_credit = 0.0
+        self._round_seconds = 0.0
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the round in progress. Steps that wait get an error."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # ---- called from any thread ----
+
+    def open(
+        self,
+        start: int,
+        end: int,
+        *,
+        rows: int,
+        max_length: int,
+        bid: float = 0.0,
+        owner: bytes = b"",
+        prefix: list[list[bytes]] | None = None,
+    ) -> Future[CacheSession]:
+        """A session for blocks `[start, end)`, its length already that of the prefix found in kept pages."""
+
+        def make() -> CacheSession:
+            session = CacheSession(self.pool, start, end, rows=rows, max_length=max_length, bid=bid, owner=owner)
+            if prefix:
+                self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)
+            self._sessions[session] = _Generating()
+            return session
+
+        return self.call(make)
+
+    def submit(self, session: CacheSession, step: Step) -> None:
+        """Queue a step; `step.done` is called with its result. A session's steps run in the order of submission."""
+
+        def add() -> None:
+            if session.closed or session not in self._sessions:
+                step.done(SessionExpired("the session is closed"))
+                return
+            if step.step_id and session.last_step and session.last_step[0] == step.step_id:
+                step.done(session.last_step[1])  # asked again: answered from memory
+                return
+            generating = self._sessions[session]
+            if generating.left and not generating.steps:
+                gap = step.arrived - generating.left
+                generating.away = gap if not generating.away else 0.7 * generating.away + 0.3 * gap
+            generating.steps.append(step)
+
+        self._post(add)
+
+    def close(self, session: CacheSession) -> Future[None]:
+        """Free a session's pages. Its waiting steps get an error."""
+
+        def end() -> None:
+            generating = self._sessions.pop(session, None)
+            session.close()
+            for step in generating.steps if generating else ():
+                step.done(SessionExpired("the session was closed before this step was computed"))
+
+        return self.call(end)
+
+    def extend(self, session: CacheSession, max_length: int) -> Future[None]:
+        """Let a session grow longer. Admission must have promised the room."""
+
+        def grow() -> None:
+            session.max_length = max(session.max_length, max_length)
+
+        return self.call(grow)
+
+    def run_pass(self, job: Pass) -> None:
+        """Queue a forward or backward pass; `job.done` is called with its result."""
+
+        def add() -> None:
+            try:
+                check_pass(job, self.span.hidden_size)
+            except LilliputError as e:
+                job.done(e)
+                return
+            self._training.append((job, units(job, self.span)))
+
+        self._post(add)
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function between rounds, on the engine's thread."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as e:
+                future.set_exception(e)
+
+        self._post(run)
+        return future
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    # ---- the engine's thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping or self._has_work()):
+                    self._wake.wait()
+                actions, self._inbox = self._inbox, deque()
+                stopping = self._stopping
+            for action in actions:
+                self._act(action)
+            if stopping:
+                break
+            self._begin_steps()
+            if self._hold_back():
+                continue
+            trained = self._train()
+            if not self._round() and not trained and self._training:
+                self._training_credit = float("inf")  # nobody is generating
+        self._give_up()
+
+    def _has_work(self) -> bool:
+        return bool(self._training) or any(generating.steps for generating in self._sessions.values())
+
+    def _begin_steps(self) -> None:
+        """Check the first step of every session and give it its pages."""
+        for session, generating in self._sessions.items():
+            while generating.steps and not generating.steps[0].begun:
+                step = generating.steps[0]
+                try:
+                    session.begin(step, self.span.hidden_size, session.end - session.start)
+                    if step.mask is not None:
+                        step.whole = looks_ahead(step.mask, session.length)
+                        step.mask = attend_to_self(step.mask, session.length)
+                    self._prepare_pages(session)
+                except LilliputError as e:
+                    generating.steps.popleft()
+                    step.done(e)
+
+    def _prepare_pages(self, session: CacheSession) -> None:
+        if session.copies:
+            source = torch.tensor([a for a, _ in session.copies])
+            target = torch.tensor([b for _, b in session.copies])
+            for block in range(session.start, session.end):
+                self._caches[block][target] = self._caches[block][source]
+            session.copies.clear()
+        if session.fresh:
+            fresh = torch.tensor(session.fresh)
+            for block in range(session.start, session.end):
+                self._caches[block].index_fill_(0, fresh, 0)
+            session.fresh.clear()
+
+    def _hold_back(self) -> bool:
+        """Wait a moment for sessions that are about to bring their next token. True: look again."""
+        now = time.perf_counter()
+        first = float("inf")
+        for session, generating in self._sessions.items():
+            if generating.steps:
+                step = generating.steps[0]
+                if step.tokens > 1:
+                    return False  # a prefix fills the device anyway
+                first = min(first, step.arrived)
+        if first == float("inf") or not self._round_seconds:
+            return False
+        absent = [
+            Absent(generating.left, generating.away)
+            for generating in self._sessions.values()
+            if not generating.steps and generating.away and now - generating.left < _FORGET_AFTER
+        ]
+        seconds = worth_waiting(absent, now=now, first_arrived=first, round_seconds=self._round_seconds)
+        if not seconds:
+            return False
+        with self._wake:
+            if not self._inbox:
+                self._wake.wait(seconds)
+        return True
+
+    def _round(self) -> bool:
+        """One pass over the weights. False if nothing waited."""
+        heads = [(session, generating.steps[0]) for session, generating in self._sessions.items() if generating.steps]
+        waiting = [
+            Waiting(s.start, s.end, step.rows, step.tokens - step.offset, s.bid, step.arrived, step.whole)
+            for s, step in heads
+        ]
+        plan = plan_round(waiting, self.budget)
+        if not plan:
+            return False
+        slices = [Slice(*heads[index], tokens) for index, tokens in plan.items()]
+        begun = time.perf_counter()
+        for s in slices:
+            s.step.started = s.step.started or begun
+        try:
+            hidden, batch, ordered = pack(slices, self.pool.page_size, self.span.dtype)
+            first = ordered[0].session
+            outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
+        except Exception as e:
+            logger.exception("a round of %d steps failed", len(slices))
+            self._fail(slices, e)
+            return True
+        took = time.perf_counter() - begun
+        self._count(ordered, took)
+        finite = bool(torch.isfinite(outputs.sum(dtype=torch.float32)))
+        for s, output in zip(ordered, unpack(outputs, ordered), strict=True):
+            if finite or bool(torch.isfinite(output).all()):
+                self._advance(s, output, took)
+            else:
+                self._fail([s], ValueError("its outputs are not finite numbers"))
+        self._training_credit = min(self._training_credit, _MOST_CREDIT) + took * TRAINING_SHARE
+        return True
+
+    def _advance(self, s: Slice, output: torch.Tensor, took: float) -> None:
+        session, step = s.session, s.step
+        step.outputs.append(output)
+        step.offset += s.tokens
+        step.compute_seconds += took
+        session.length += s.tokens
+        session.computed_tokens += s.count
+        if step.offset < step.tokens:
+            return
+        session.finish(step)
+        generating = self._sessions[session]
+        generating.steps.popleft()
+        generating.left = time.perf_counter()
+        hidden = step.outputs[0] if len(step.outputs) == 1 else torch.cat(step.outputs, dim=1)
+        result = StepOutput(
+            hidden=hidden,
+            length=session.length,
+            queued_seconds=step.started - step.arrived,
+            compute_seconds=step.compute_seconds,
+            computed_tokens=step.rows * step.tokens,
+        )
+        session.last_step = (step.step_id, result)
+        self.counters.steps += 1
+        step.done(result)
+
+    def _count(self, ordered: list[Slice], took: float) -> None:
+        decode = sum(s.count for s in ordered if s.tokens == 1)
+        total = sum(s.count for s in ordered)
+        self.counters.rounds += 1
+        self.counters.tokens += total
+        self.counters.largest_decode_batch = max(self.counters.largest_decode_batch, decode)
+        if decode == total:
+            self._round_seconds = took
+            self.rates.saw_decode(decode, took)
+        else:
+            self.rates.saw_prefill(total, took)
+
+    def _fail(self, slices: list[Slice], error: Exception) -> None:
+        """A round broke: its steps get an error, their sessions stand where they stood before."""
+        self.counters.failures += 1
+        for s in slices:
+            generating = self._sessions[s.session]
+            generating.steps.popleft()
+            s.session.abandon(s.step)
+            s.step.done(ServerFailure(f"the server failed to compute this step: {error}"))
+
+    def _train(self) -> bool:
+        """A unit of the oldest training pass, if its turn has come."""
+        if not self._training or self._training_credit <= 0:
+            return False
+        job, generator = self._training[0]
+        begun = time.perf_counter()
+        try:
+            next(generator)
+            self._training.rotate(-1)
+        except StopIteration as finished:
+            self._training.popleft()
+            job.done(finished.value)
+        except Exception as e:
+            logger.exception("a training pass failed")
+            self._training.popleft()
+            self.counters.failures += 1
+            job.done(ServerFailure(f"the server failed to compute this pass: {e}"))
+        if self._training_credit != float("inf"):
+            self._training_credit -= time.perf_counter() - begun
+        return True
+
+    def _give_up(self) -> None:
+        error = SessionExpired("the server is shutting down")
+        for session, generating in self._sessions.items():
+            session.close()
+            for step in generating.steps:
+                step.done(error)
+        self._sessions.clear()
+        for job, _ in self._training:
+            job.done(error)
+        self._training.clear()
+        with self._wake:
+            actions, self._inbox = self._inbox, deque()
+        for action in actions:
+            self._act(action)
+
+    @staticmethod
+    def _act(action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # the thread must live: others' sessions hang on it
+            logger.exception("an action of the engine failed")

@@ -1,0 +1,257 @@
+"""A session's attention cache: rows of pages, a length, a promise. And the steps that change it.
+
+All rows of a session have the same length. Rows that continue the same tokens share pages, so beams, `parents` and
+rollback move no data; only a shared page that is written to is copied.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from lilliput.engine.pages import PagePool
+from lilliput.errors import BadRequest, LilliputError, TooLong
+
+#: page keys arrive for this many tokens each (wire.prefix.GRAIN; the engine knows no network, so it is named twice)
+GRAIN = 16
+
+
+@dataclass
+class Row:
+    """One sequence: its pages, and the keys of its grains as far as they are known without a gap."""
+
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class StepOutput:
+    """What a step gives back."""
+
+    hidden: torch.Tensor
+    length: int
+    queued_seconds: float
+    compute_seconds: float
+    computed_tokens: int
+
+
+@dataclass(eq=False)
+class Step:
+    """Some tokens of every row, as they arrived. Shapes as in `wire/lilliput.proto`."""
+
+    hidden: torch.Tensor
+    step_id: int = 0
+    start_position: int | None = None
+    parents: Sequence[int] | None = None
+    mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    prompts: torch.Tensor | None = None
+    hashes: Sequence[Sequence[bytes]] | None = None
+    #: called once, from the engine's thread, with the output or an error
+    done: Callable[[StepOutput | LilliputError], None] = lambda result: None
+    arrived: float = field(default_factory=time.perf_counter)
+
+    # progress, kept by the engine
+    begun: bool = False
+    offset: int = 0
+    whole: bool = False
+    started: float = 0.0
+    compute_seconds: float = 0.0
+    outputs: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.hidden.shape[1]
+
+
+class CacheSession:
+    """One session's rows. Belongs to the engine's thread.
+
+    :param start, end: the blocks that its steps run through
+    :param rows: at most so many rows
+    :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
+    :param owner: who may find this session's pages again by their keys
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        start: int,
+        end: int,
+        *,
+        rows: int,
+        max_length: int,
+        bid: float = 0.0,
+        owner: bytes = b"",
+    ) -> None:
+        self._pool = pool
+        # a page holds what one part of the span computed, and is found again by its owner only
+        self._scope = f"{start}:{end}:".encode() + owner
+        self.start, self.end = start, end
+        self.max_rows, self.max_length, self.bid = rows, max_length, bid
+        self.rows: list[Row] = []
+        self.length = 0
+        self.closed = False
+        #: tokens that its steps ran through the blocks
+        self.computed_tokens = 0
+        self.last_step: tuple[int, StepOutput] | None = None
+        #: for the engine, before the next round: pages to be copied, and pages to be cleared. (What a stranger left in a
+        #: page is multiplied with a weight of zero; that must not be zero times infinity.)
+        self.copies: list[tuple[int, int]] = []
+        self.fresh: list[int] = []
+
+    def adopt_prefix(self, prefix: Sequence[Sequence[bytes]]) -> int:
+        """Start with whatever pages are known for these keys, one list a row. Returns the tokens found, per row."""
+        grains = self._pool.page_size // GRAIN
+        found = [self._pool.find([self._scope + key for key in keys[grains - 1 :: grains]]) for keys in prefix]
+        # a step past the session's length would have no room, and at least one token must be left to compute
+        limit = (self.max_length - 1) // self._pool.page_size
+        shared = min([limit, *(len(pages) for pages in found)])
+        self.rows = [Row(pages[:shared], list(keys[: shared * grains])) for pages, keys in zip(found, prefix, strict=True)]
+        for pages in found:
+            for page in pages[shared:]:
+                self._pool.leave(page)
+        self.length = shared * self._pool.page_size
+        if not self.length:
+            self.rows = []
+        return self.length
+
+    def begin(self, step: Step, hidden_size: int, blocks: int) -> None:
+        """Check a step against what the session holds and make room for its tokens.
+
+        Raises `BadRequest` or `TooLong`; then nothing has changed.
+        """
+        self._check(step, hidden_size, blocks)
+        if step.parents is not None:
+            self._reorder(step.parents)
+        if step.start_position is not None:
+            self._rollback(step.start_position)
+        if self.length == 0:
+            self.rows = [Row() for _ in range(step.rows)]
+        self._grow(self.length + step.tokens)
+        step.begun = True
+
+    def finish(self, step: Step) -> None:
+        """All of a step's tokens are in the cache: pages that became full can be found by their keys."""
+        if step.hashes is not None:
+            before = (self.length - step.tokens) // GRAIN
+            for row, keys in zip(self.rows, step.hashes, strict=True):
+                if len(row.keys) == before and len(keys) == self.length // GRAIN - before:
+                    row.keys.extend(keys)
+                    self._publish(row)
+
+    def abandon(self, step: Step) -> None:
+        """The step failed while computing: forget its tokens. The session stays usable."""
+        self._rollback(self.length - step.offset)
+        self.copies.clear()
+        self.fresh.clear()
+
+    def close(self) -> None:
+        """Give all pages back. May be called twice."""
+        for row in self.rows:
+            for page in row.pages:
+                self._pool.leave(page)
+        self.rows, self.copies, self.fresh, self.last_step = [], [], [], None
+        self.length, self.closed = 0, True
+
+    def _check(self, step: Step, hidden_size: int, blocks: int) -> None:
+        hidden = step.hidden
+        if hidden.dim() != 3 or hidden.shape[-1] != hidden_size:
+            raise BadRequest(f"hidden states must be [rows, tokens, {hidden_size}], not {list(hidden.shape)}")
+        if not hidden.is_floating_point():
+            raise BadRequest(f"hidden states must be floating-point numbers, not {hidden.dtype}")
+        if not 0 < step.rows <= self.max_rows:
+            raise BadRequest(f"{step.rows} rows in a session that was opened for {self.max_rows}")
+        if step.tokens == 0:
+            raise BadRequest("a step without tokens; send a ping to keep a session alive")
+        start = self.length if step.start_position is None else step.start_position
+        if start > self.length:
+            raise BadRequest(f"start_position {start} is beyond the {self.length} tokens in the cache")
+        current = len(self.rows)
+        if step.parents is not None:
+            if not current:
+                raise BadRequest("parents in a session without rows yet")
+            if len(step.parents) != step.rows:
+                raise BadRequest(f"{len(step.parents)} parents for {step.rows} rows")
+            if not all(0 <= parent < current for parent in step.parents):
+                raise BadRequest(f"parents {list(step.parents)} must be rows of the session, 0 to {current - 1}")
+        elif start and step.rows != current:
+            raise BadRequest(f"{step.rows} rows sent, but the session has {current}; name their parents to change that")
+        length = start + step.tokens
+        if length > self.max_length:
+            raise TooLong(
+                f"{start} tokens in the cache and {step.tokens} more pass the session's max_length of {self.max_length}"
+            )
+        if step.mask is not None:
+            expected = f"bool [{step.rows} or 1, {step.tokens}, {length}]"
+            shape = tuple(step.mask.shape)
+            if step.mask.dtype != torch.bool or shape not in ((step.rows, step.tokens, length), (1, step.tokens, length)):
+                raise BadRequest(f"the mask must be {expected}, not {step.mask.dtype} {list(shape)}")
+        if step.position_ids is not None:
+            ids = step.position_ids
+            if ids.dtype not in (torch.int64, torch.int32) or tuple(ids.shape) != (step.rows, step.tokens):
+                raise BadRequest(f"position_ids must be int64 [{step.rows}, {step.tokens}], not {ids.dtype} {list(ids.shape)}")
+            if ids.min() < 0 or ids.max() >= 1 << 31:
+                raise BadRequest("position_ids must be 0 or more, and below 2^31")
+        if step.prompts is not None:
+            wanted = (blocks, step.rows, step.tokens, hidden_size)
+            if tuple(step.prompts.shape) != wanted or not step.prompts.is_floating_point():
+                raise BadRequest(f"prompts must be floating-point {list(wanted)}, not {list(step.prompts.shape)}")
+            if not bool(torch.isfinite(step.prompts.sum())):
+                raise BadRequest("the prompts contain NaN or infinity")
+        if step.hashes is not None and len(step.hashes) != step.rows:
+            raise BadRequest(f"page keys for {len(step.hashes)} rows in a step of {step.rows}")
+        if not bool(torch.isfinite(hidden).all()):
+            raise BadRequest("the hidden states contain NaN or infinity")
+
+    def _reorder(self, parents: Sequence[int]) -> None:
+        rows = [Row(list(self.rows[parent].pages), list(self.rows[parent].keys)) for parent in parents]
+        for row in rows:
+            for page in row.pages:
+                self._pool.share(page)
+        for row in self.rows:
+            for page in row.pages:
+                self._pool.leave(page)
+        self.rows = rows
+
+    def _rollback(self, position: int) -> None:
+        size = self._pool.page_size
+        keep = -(-position // size)
+        for row in self.rows:
+            for page in row.pages[keep:]:
+                self._pool.leave(page)
+            del row.pages[keep:]
+            del row.keys[position // GRAIN :]
+        self.length = position
+
+    def _grow(self, length: int) -> None:
+        """Pages for every row up to `length`, none of those to be written shared with anyone."""
+        size, pool = self._pool.page_size, self._pool
+        first = self.length // size
+        for row in self.rows:
+            if len(row.pages) > first:  # the next token goes into the middle of this page
+                page = row.pages[first]
+                if pool.is_shared(page):
+                    row.pages[first] = pool.take()
+                    self.copies.append((page, row.pages[first]))
+                    pool.leave(page)
+                else:
+                    pool.about_to_write(page)
+            while len(row.pages) * size < length:
+                row.pages.append(pool.take())
+                self.fresh.append(row.pages[-1])
+
+    def _publish(self, row: Row) -> None:
+        grains = self._pool.page_size // GRAIN
+        for number, page in enumerate(row.pages):
+            last = (number + 1) * grains - 1
+            if last >= len(row.keys):
+                break
+            self._pool.know(page, self._scope + row.keys[last])
