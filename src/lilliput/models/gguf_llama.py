@@ -140,7 +140,8 @@ def _write_weights(
             f"The GGUF file's tensors are not a Llama model's; first differences: {sorted(wanted ^ set(tensors))[:3]}"
         )
     total = 2 * sum(int(tensor.n_elements) for tensor in reader.tensors)  # bytes in bfloat16
-    done, weight_map = 0, {}
+    done = 0
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         progress("converting", done, total)
         content = {ours: _bfloat16(tensors[theirs], config) for theirs, ours in shard}
