@@ -1,0 +1,165 @@
+"""The command line as a person meets it: help at once, errors in one line, exit codes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lilliput.cli import logs
+from lilliput.cli.main import app, guarded
+from lilliput.errors import ModelError
+from lilliput.models.sources import ModelFiles
+
+COMMANDS = ["demo", "serve", "chat", "generate", "status", "fetch", "bench"]
+
+
+def lilliput(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    command = [sys.executable, "-m", "lilliput.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=60)
+
+
+def guarded_app(command: Callable[[], None]) -> typer.Typer:
+    """An app of the one command, whose errors end as those of our commands do."""
+    result = typer.Typer(pretty_exceptions_enable=False)
+    result.command()(guarded(command))
+    return result
+
+
+def test_help_lists_every_command() -> None:
+    shown = lilliput("--help")
+    assert shown.returncode == 0
+    assert [name for name in COMMANDS if f" {name} " not in shown.stdout] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+
+
+def test_help_comes_at_once_and_without_heavy_libraries() -> None:
+    code = (
+        "import sys\nfrom lilliput.cli.main import app\n"
+        "try: app(['--help'])\n"
+        "except SystemExit: print({'torch', 'transformers', 'hivemind', 'numpy'} & set(sys.modules))"
+    )
+    took = []
+    for _ in range(3):
+        start = time.perf_counter()
+        shown = subprocess.check_output([sys.executable, "-c", code], text=True)
+        took.append(time.perf_counter() - start)
+    assert shown.splitlines()[-1] == "set()"
+    assert min(took) < 0.5
+
+
+def test_fetch_prints_the_folder_and_nothing_else_on_standard_output(demo_model: ModelFiles) -> None:
+    shown = lilliput("fetch")
+    assert (shown.returncode, shown.stdout) == (0, f"{demo_model.path}\n")
+
+
+def test_an_error_is_one_line_and_exit_code_1() -> None:
+    shown = lilliput("fetch", "./nowhere")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("There is no folder ./nowhere.")
+    assert shown.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "environment"), [(["--debug"], {}), ([], {"LILLIPUT_DEBUG": "1"})])
+def test_who_debugs_gets_the_traceback_too(arguments: list[str], environment: dict[str, str]) -> None:
+    shown = lilliput(*arguments, "fetch", "./nowhere", **environment)
+    assert shown.returncode == 1
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.splitlines()[-1].startswith("There is no folder")
+
+
+def test_a_wrong_option_is_exit_code_2() -> None:
+    assert lilliput("fetch", "--nonsense").returncode == 2
+
+
+def test_the_error_is_red_on_a_terminal() -> None:
+    def fail() -> None:
+        raise ModelError("two\n  lines")
+
+    shown = CliRunner().invoke(guarded_app(fail), color=True)
+    assert shown.exit_code == 1
+    assert shown.output == "\x1b[31mtwo lines\x1b[0m\n"
+
+
+def test_a_fault_of_ours_says_so_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.delenv(logs.DEBUG, raising=False)
+    shown = CliRunner().invoke(guarded_app(fail))
+    assert shown.exit_code == 1
+    assert "wrong in Lilliput itself: ZeroDivisionError: division by zero" in shown.output
+    assert "Traceback" not in shown.output
+
+
+def test_an_interruption_is_quiet_and_exit_code_130() -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    shown = CliRunner().invoke(guarded_app(interrupted))
+    assert (shown.exit_code, shown.output) == (130, "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_download_and_clears_away_what_it_began(number: int, code: int, tmp_path: Path) -> None:
+    # pip asks an index that never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        environment = {
+            **os.environ,
+            "LILLIPUT_CACHE": str(tmp_path),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{silent.getsockname()[1]}/simple",
+        }
+        for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX"):
+            environment.pop(name, None)
+        command = [sys.executable, "-m", "lilliput.cli", "fetch"]
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        silent.settimeout(30)
+        connection, _ = silent.accept()
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=10)
+        connection.close()
+    assert (process.returncode, output) == (code, "")
+    assert "Traceback" not in errors
+    assert [file.name for file in (tmp_path / "demo-1").iterdir()] == ["lock"]
+
+
+def test_a_log_line_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(logs.DEBUG, raising=False)
+    try:
+        raise ValueError("of\nno\nuse")
+    except ValueError:
+        record = logging.LogRecord("lilliput.server.node", logging.WARNING, "", 0, "a\n%s", ("b",), sys.exc_info())
+    assert logs.OneLine().format(record)[8:] == " W server.node: a b (ValueError: of no use)"
+
+
+def test_it_is_quiet_until_asked() -> None:
+    code = (
+        "import logging, sys\nfrom lilliput.cli import logs\nlogs.set_up(int(sys.argv[1]))\n"
+        "for name in 'lilliput.a', 'elsewhere':\n"
+        "    logging.getLogger(name).warning('warning'); logging.getLogger(name).info('info')"
+    )
+
+    def said(verbosity: int) -> list[str]:
+        command = [sys.executable, "-c", code, str(verbosity)]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+        return [line[9:] for line in lines]
+
+    assert said(0) == ["W a: warning"]
+    assert said(1) == ["W a: warning", "I a: info", "W elsewhere: warning"]
+    assert said(2) == [*said(1), "I elsewhere: info"]
