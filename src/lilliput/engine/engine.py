@@ -39,6 +39,16 @@ _MOST_CREDIT = 0.1
 _FORGET_AFTER = 1.0
 
 
+def _both(
+    first: Callable[[StepOutput | LilliputError], None], second: Callable[[StepOutput | LilliputError], None]
+) -> Callable[[StepOutput | LilliputError], None]:
+    def done(result: StepOutput | LilliputError) -> None:
+        first(result)
+        second(result)
+
+    return done
+
+
 @dataclass
 class _Generating:
     """A session's queue of steps and its rhythm."""
@@ -129,6 +139,10 @@ class Engine:
                 step.done(session.last_step[1])  # asked again: answered from memory
                 return
             generating = self._sessions[session]
+            for earlier in generating.steps:
+                if step.step_id and earlier.step_id == step.step_id:
+                    earlier.done = _both(earlier.done, step.done)  # under way: one computation answers both
+                    return
             if generating.left and not generating.steps:
                 gap = step.arrived - generating.left
                 generating.away = gap if not generating.away else 0.7 * generating.away + 0.3 * gap

@@ -1,1 +1,1 @@
-"""A node that serves a span of blocks."""
+"""A node that serves a span of blocks: life cycle, RPC, admission, sessions."""

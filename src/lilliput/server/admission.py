@@ -1,0 +1,137 @@
+"""Who may start a session now, and who waits in which place. Bookkeeping of promises; no sockets, no tensors.
+
+A session is promised cache for its whole `max_length`; the sum of promises never exceeds the pool, so a session that
+was let in can always grow to its end. (Pages themselves are taken as they fill.) A higher bid stands earlier in the
+queue; among equal bids, first come first served. Nobody is overtaken by a smaller request behind: a large one would
+wait for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from lilliput.errors import Busy, CacheFull, TooLong
+
+_order = itertools.count()
+
+
+class Ticket:
+    """A session's place: granted, or in the queue.
+
+    :ivar granted: the promise holds
+    :ivar queue_length: how many sessions must finish first; 0 if granted
+    :ivar changed: called when either changes
+    """
+
+    def __init__(self, pages: int, bid: float, peer: str, changed: Callable[[], None]) -> None:
+        self.pages, self.bid, self.peer, self.changed = pages, bid, peer, changed
+        self.granted = False
+        self.queue_length = 0
+        self.order = next(_order)
+
+
+class Admission:
+    """Promises of a pool of `pages` pages.
+
+    :param max_length: tokens per row that a session may ask for
+    :param max_queue: sessions that may wait
+    :param max_sessions_per_peer: running and waiting sessions that one peer may have
+    """
+
+    def __init__(
+        self, *, pages: int, page_size: int, max_length: int, max_queue: int = 256, max_sessions_per_peer: int = 256
+    ) -> None:
+        self.pages, self.page_size, self.max_length = pages, page_size, max_length
+        self.max_queue, self.max_sessions_per_peer = max_queue, max_sessions_per_peer
+        self._running: list[Ticket] = []
+        self._queue: list[Ticket] = []
+
+    @property
+    def promised(self) -> int:
+        """Pages promised to running sessions."""
+        return sum(ticket.pages for ticket in self._running)
+
+    @property
+    def free_tokens(self) -> int:
+        return (self.pages - self.promised) * self.page_size
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def pages_for(self, rows: int, max_length: int) -> int:
+        """Pages that a session may come to hold. Raises `TooLong` or `CacheFull` if it can never be served here."""
+        if max_length > self.max_length:
+            raise TooLong(f"max_length {max_length} is past this server's limit of {self.max_length} tokens per row")
+        pages = rows * -(-max_length // self.page_size)
+        if pages > self.pages:
+            raise CacheFull(
+                f"{rows} rows of {max_length} tokens need {pages * self.page_size} tokens of cache; "
+                f"this server has {self.pages * self.page_size} in all"
+            )
+        return pages
+
+    def ask(
+        self, pages: int, *, bid: float = 0.0, peer: str = "", changed: Callable[[], None] = lambda: None
+    ) -> Ticket:
+        """A ticket, granted at once if nobody waits and there is room. Raises `Busy` if even the queue is full."""
+        mine = sum(ticket.peer == peer for ticket in (*self._running, *self._queue))
+        if mine >= self.max_sessions_per_peer:
+            raise Busy(f"you have {mine} sessions here already, which is the limit for one peer")
+        ticket = Ticket(pages, bid, peer, changed)
+        if not self._queue and self.promised + pages <= self.pages:
+            ticket.granted = True
+            self._running.append(ticket)
+            return ticket
+        if len(self._queue) >= self.max_queue:
+            raise Busy("this server is full, and so is its queue", queue_length=len(self._queue) + 1)
+        self._queue.append(ticket)
+        self._queue.sort(key=lambda t: (-t.bid, t.order))
+        self._update(tell=ticket)
+        return ticket
+
+    def extend(self, ticket: Ticket, pages: int) -> bool:
+        """Promise a running session more. Those who wait come first: False if there is no room beside them."""
+        more = pages - ticket.pages
+        if more > 0 and (self._queue or self.promised + more > self.pages):
+            return False
+        ticket.pages = max(ticket.pages, pages)
+        return True
+
+    def leave(self, ticket: Ticket) -> None:
+        """The session ended, its pages are free; or it gave up waiting. May be called twice."""
+        for tickets in (self._running, self._queue):
+            if ticket in tickets:
+                tickets.remove(ticket)
+                self._update()
+                return
+
+    def _update(self, tell: Ticket | None = None) -> None:
+        changed: list[Ticket] = []
+        while self._queue and self.promised + self._queue[0].pages <= self.pages:
+            ticket = self._queue.pop(0)
+            ticket.granted, ticket.queue_length = True, 0
+            self._running.append(ticket)
+            changed.append(ticket)
+        for place, ticket in enumerate(self._queue):
+            length = place + self._must_finish(sum(t.pages for t in self._queue[: place + 1]))
+            if length != ticket.queue_length:
+                ticket.queue_length = length
+                if ticket is not tell:  # it is told by whoever asked
+                    changed.append(ticket)
+        for ticket in changed:
+            ticket.changed()
+
+    def _must_finish(self, pages: int) -> int:
+        """Running sessions, oldest first, that must end before `pages` pages are free."""
+        free = self.pages - self.promised
+        for count, ticket in enumerate(self._running):
+            if free >= pages:
+                return count
+            free += ticket.pages
+        return len(self._running)

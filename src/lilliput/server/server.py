@@ -1,0 +1,392 @@
+"""`Server`: a process's span of blocks, on the network.
+
+It is a `hivemind.moe.Server` to those who run it (`run_in_background`, `ready`, `shutdown`) and to those who call it
+(`RemoteExpert`). What it replaces is the process model inside: RPCs run on one event loop in this process, the device
+belongs to the engine's thread, and nothing is forked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hivemind.moe
+import torch
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+import lilliput
+from lilliput.engine.engine import Engine
+from lilliput.engine.probe import measure
+from lilliput.errors import Draining, LilliputError, ModelError
+from lilliput.models.holes import read_config
+from lilliput.models.memory import keep_freed_memory
+from lilliput.models.sources import ModelFiles, resolve
+from lilliput.models.span import Span
+from lilliput.server.admission import Admission
+from lilliput.server.handler import ConnectionHandler, serve_passes
+from lilliput.server.service import Service
+from lilliput.server.session_stream import SessionStream
+from lilliput.swarm import directory
+from lilliput.swarm.node import Node
+from lilliput.swarm.records import ServerRecord
+from lilliput.wire import protocol
+from lilliput.wire.channel import Channel
+from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PAGE_SIZE = 32
+#: by default the cache may take this share of the memory that is free when the blocks are loaded
+_CACHE_SHARE = 0.25
+_MOST_CACHE_TOKENS = 1 << 18
+#: sessions have so long to hear that the server leaves (seconds)
+_FAREWELL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server behaves. Defaults suit a private swarm on one machine or one network.
+
+    :ivar dtype: float32, bfloat16 or float16
+    :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
+    :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
+    :ivar threads: of the processor, for the engine; by default all
+    :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
+    :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
+    """
+
+    dtype: str = "bfloat16"
+    cache_tokens: int | None = None
+    max_length: int | None = None
+    max_step_tokens: int = 4096
+    max_queue: int = 256
+    max_sessions_per_peer: int = 256
+    first_step_seconds: float = FIRST_STEP_SECONDS
+    idle_seconds: float = SESSION_IDLE_SECONDS
+    threads: int | None = None
+    declare_uids: bool = False
+    share_prefixes: bool = False
+    lease_seconds: float = directory.LEASE_SECONDS
+
+
+class _Peer:
+    """What users of `hivemind.moe.Server` read from its `dht`."""
+
+    def __init__(self, peer_id: PeerID, addresses: Sequence[str]) -> None:
+        self.peer_id, self._addresses = peer_id, tuple(addresses)
+
+    def get_visible_maddrs(self, latest: bool = False) -> list[Multiaddr]:
+        return [Multiaddr(address) for address in self._addresses]
+
+
+class Server(hivemind.moe.Server):
+    """Serves blocks `[start, end)` of a model.
+
+    >>> server = Server("smollm2", (0, 10))
+    >>> server.run_in_background()
+    >>> server.addresses   # what other servers and clients pass as initial_peers
+    >>> server.shutdown()
+
+    :param model: a model's name, folder, or hub id (see `models.sources.resolve`)
+    :param blocks: the first block and the one after the last
+    :param initial_peers: addresses of servers to join; none starts a new swarm
+    :param host_maddrs: where to listen; by default a random port on loopback
+    :param announce_maddrs, identity_path, nat: see `swarm.node.Node.start`
+    :param progress: called with a word about what is being done while the server starts
+    """
+
+    def __init__(
+        self,
+        model: str | ModelFiles,
+        blocks: tuple[int, int],
+        *,
+        initial_peers: Sequence[str] = (),
+        host_maddrs: Sequence[str] | None = None,
+        announce_maddrs: Sequence[str] | None = None,
+        identity_path: str | None = None,
+        nat: bool = False,
+        options: ServerOptions | None = None,
+        progress: Callable[[str], None] = lambda stage: None,
+        **overrides: Any,
+    ) -> None:
+        threading.Thread.__init__(self, name="lilliput-server", daemon=True)
+        self.options = replace(options or ServerOptions(), **overrides)
+        if self.options.dtype not in DTYPES:
+            raise ModelError(f"unknown dtype {self.options.dtype!r}; known are {', '.join(DTYPES)}")
+        self.model, self.blocks = model, (int(blocks[0]), int(blocks[1]))
+        self._node_options: dict[str, Any] = {
+            "initial_peers": tuple(initial_peers),
+            "host_maddrs": host_maddrs,
+            "announce_maddrs": announce_maddrs,
+            "identity_path": identity_path,
+            "nat": nat,
+        }
+        self._progress = progress
+        self._ready = threading.Event()
+        self._decided = threading.Event()  # ready or failed
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._shutdown_requested = False
+        self._started_at = time.time()
+        self.addresses: tuple[str, ...] = ()
+        self.dht: _Peer | None = None
+        self.module_backends: dict[str, Any] = {}
+        self.service: Service | None = None
+
+    # ---- hivemind.moe.Server's life cycle ----
+
+    @classmethod
+    def create(cls, model: str, blocks: tuple[int, int], *, start: bool = True, **options: Any) -> Server:  # type: ignore[override]
+        """A server, running already if `start`."""
+        server = cls(model, blocks, **options)
+        if start:
+            server.run_in_background(await_ready=True)
+        return server
+
+    def run(self) -> None:
+        """Serve in this thread until `shutdown`. Errors of the start are raised by `run_in_background`."""
+        try:
+            with asyncio.Runner(loop_factory=_new_loop) as runner:
+                runner.run(self._main())
+        except BaseException as e:
+            self._failure = e
+            if not isinstance(e, LilliputError | asyncio.CancelledError):
+                logger.exception("the server failed")
+        finally:
+            self._ready.clear()
+            self._decided.set()
+
+    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+        """Start; if `await_ready`, return when the server can be used, or raise why it cannot."""
+        self.start()
+        if await_ready:
+            if not self._decided.wait(timeout):
+                raise TimeoutError(f"the server was not ready within {timeout} s")
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what ended the server, if something did."""
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def ready(self) -> threading.Event:  # type: ignore[override]
+        """Set while the server can be used."""
+        return self._ready
+
+    def shutdown(self, timeout: float | None = 10.0) -> None:
+        """Tell the sessions, withdraw the record, end the daemon and the engine. May be called twice, from any thread."""
+        self._shutdown_requested = True
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if self.is_alive() and threading.current_thread() is not self:
+            self.join(timeout)
+
+    def __enter__(self) -> Server:
+        if not self.is_alive():
+            self.run_in_background()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+    # ---- the server's own thread ----
+
+    async def _main(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        if self._shutdown_requested:
+            return
+        stopped = asyncio.ensure_future(self._stopping.wait())
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(stopped.cancel)
+            # the daemon starts while the blocks are read
+            starting = asyncio.ensure_future(Node.start(**self._node_options))
+            loading = asyncio.ensure_future(_in_thread(self._load))
+            stack.push_async_callback(_stop_node, starting)
+            first = asyncio.gather(starting, loading)
+            await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                first.cancel()
+                return
+            node, service = first.result()
+            stack.callback(service.engine.stop)
+            self.service = service
+            await self._serve(node, service)
+            record = await self._announce(node, service)
+            announcing = asyncio.ensure_future(self._keep_announcing(node, service))
+            stack.callback(announcing.cancel)
+            self._ready.set()
+            self._decided.set()
+            logger.info("serving blocks %d:%d of %s", *self.blocks, service.model)
+            await stopped
+            self._ready.clear()
+            announcing.cancel()
+            await self._farewell(node, service, record)
+
+    def _load(self) -> Service:
+        options, (start, end) = self.options, self.blocks
+        self._progress("finding the model")
+        files = self.model if isinstance(self.model, ModelFiles) else resolve(self.model)
+        config = read_config(files)
+        count = int(config.num_hidden_layers)
+        if not 0 <= start < end <= count:
+            raise ModelError(f"{files.name} has blocks 0:{count}; {start}:{end} is no part of them")
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        keep_freed_memory()
+        self._progress(f"reading blocks {start}:{end}")
+        span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
+        cache_tokens = options.cache_tokens or _default_cache_tokens(span)
+        pages = max(1, cache_tokens // _PAGE_SIZE)
+        made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
+        max_length = options.max_length or min(made_for, pages * _PAGE_SIZE)
+        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE)
+        engine.start()
+        self._progress("measuring")
+        measure(engine)
+        gc.collect()
+        gc.freeze()  # what is loaded stays; collections need not look at it
+        self._files, self._model_blocks = files, count
+        return Service(
+            model=files.name,
+            span=span,
+            engine=engine,
+            admission=Admission(
+                pages=pages,
+                page_size=_PAGE_SIZE,
+                max_length=min(max_length, pages * _PAGE_SIZE),
+                max_queue=options.max_queue,
+                max_sessions_per_peer=options.max_sessions_per_peer,
+            ),
+            max_step_tokens=options.max_step_tokens,
+            first_step_seconds=options.first_step_seconds,
+            idle_seconds=options.idle_seconds,
+            share_prefixes=options.share_prefixes,
+        )
+
+    async def _serve(self, node: Node, service: Service) -> None:
+        async def session(channel: Channel, peer: PeerID) -> None:
+            await SessionStream(service, channel, str(peer)).run()
+
+        def passes(kind: str) -> Callable[[Channel, PeerID], Awaitable[None]]:
+            return lambda channel, peer: serve_passes(service, channel, kind)
+
+        await node.serve(protocol.FORWARD_INCREMENTAL, session)
+        await node.serve(protocol.FORWARD, passes("forward"))
+        await node.serve(protocol.BACKWARD, passes("backward"))
+        await ConnectionHandler(service).add_p2p_handlers(node.p2p)
+        self.addresses = tuple(await node.addresses())
+        self.dht = _Peer(node.peer_id, self.addresses)
+        self.module_backends = {
+            f"{self._files.uid_prefix}.{block}": service.span.shapes[block] for block in range(*self.blocks)
+        }
+
+    async def _announce(self, node: Node, service: Service) -> ServerRecord:
+        record = self._record(node, service)
+        await directory.announce(node, record, self.options.lease_seconds)
+        if self.options.declare_uids:
+            await directory.declare_uids(node, self._files.uid_prefix, self.blocks, 2 * self.options.lease_seconds)
+        return record
+
+    async def _keep_announcing(self, node: Node, service: Service) -> None:
+        while True:
+            await asyncio.sleep(self.options.lease_seconds / 3)
+            try:
+                await self._announce(node, service)
+            except Exception as e:  # the network may come back
+                logger.warning("could not announce this server to the swarm: %s", e)
+
+    def _record(self, node: Node, service: Service) -> ServerRecord:
+        rates, admission = service.engine.rates, service.admission
+        return ServerRecord(
+            peer_id=str(node.peer_id),
+            model=service.model,
+            fingerprint=self._files.fingerprint,
+            model_blocks=self._model_blocks,
+            start=self.blocks[0],
+            end=self.blocks[1],
+            state="draining" if service.draining else "serving",
+            dtype=self.options.dtype,
+            max_length=admission.max_length,
+            cache_tokens=admission.pages * admission.page_size,
+            cache_tokens_free=admission.free_tokens,
+            sessions=admission.running,
+            queue_length=admission.waiting,
+            tokens_per_second=rates.session_tokens_per_second or None,
+            prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
+            step_ms=rates.decode_round_seconds * 1e3 or None,
+            version=lilliput.__version__,
+            started_at=self._started_at,
+            addresses=self.addresses,
+        )
+
+    async def _farewell(self, node: Node, service: Service, record: ServerRecord) -> None:
+        service.draining = True
+        withdrawing = asyncio.ensure_future(directory.withdraw(node, record))
+        for end in list(service.endings):
+            end(Draining("this server is leaving; open a session elsewhere"))
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while service.endings and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await asyncio.wait({withdrawing}, timeout=_FAREWELL_SECONDS)
+        withdrawing.cancel()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+
+        return uvloop.new_event_loop()
+    except ImportError:  # not to be had on every system
+        return asyncio.new_event_loop()
+
+
+async def _stop_node(starting: asyncio.Future[Node]) -> None:
+    if not starting.done():
+        starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await (await starting).stop()
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Run in a thread that does not keep the process alive (unlike an executor's), so Ctrl-C works while loading."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def resolve(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as e:
+            error = e
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(resolve, result, error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await future
+
+
+def _default_cache_tokens(span: Span) -> int:
+    import psutil
+
+    free = psutil.virtual_memory().available * _CACHE_SHARE
+    return max(1024, min(_MOST_CACHE_TOKENS, int(free // max(1, span.cache_bytes_per_token))))

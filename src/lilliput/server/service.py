@@ -1,0 +1,75 @@
+"""What all calls of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from lilliput.engine.engine import Engine
+from lilliput.engine.training import Pass
+from lilliput.errors import BadRequest, Draining, LilliputError, WrongBlocks
+from lilliput.models.span import Span
+from lilliput.server.admission import Admission
+from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
+
+
+@dataclass
+class Service:
+    """A span behind an engine, and the rules for using it."""
+
+    model: str
+    span: Span
+    engine: Engine
+    admission: Admission
+    #: rows x tokens in one step
+    max_step_tokens: int = 4096
+    first_step_seconds: float = FIRST_STEP_SECONDS
+    idle_seconds: float = SESSION_IDLE_SECONDS
+    #: whether a prefix's pages are shared between clients (in a swarm whose members trust each other)
+    share_prefixes: bool = False
+    draining: bool = False
+    #: ends every open session, telling why
+    endings: set[Callable[[LilliputError], None]] = field(default_factory=set)
+    #: how long sessions have lasted, a moving average (seconds)
+    session_seconds: float = 20.0
+
+    def check_blocks(self, model: str, start: int, end: int) -> None:
+        """Raise `WrongBlocks` or `Draining` unless this server serves blocks `[start, end)` of `model` now."""
+        if self.draining:
+            raise Draining("this server is about to leave and takes nothing new")
+        if model and model != self.model:
+            raise WrongBlocks(f"this server serves {self.model}, not {model}")
+        if not self.span.start <= start < end <= self.span.end:
+            raise WrongBlocks(
+                f"this server holds blocks {self.span.start}:{self.span.end} of {self.model}, not {start}:{end}"
+            )
+
+    def expected_wait(self, queue_length: int) -> float:
+        """Seconds until a session can start behind `queue_length` others."""
+        return queue_length * self.session_seconds / max(1, self.admission.running)
+
+    def saw_session(self, opened: float) -> None:
+        self.session_seconds += 0.1 * (time.monotonic() - opened - self.session_seconds)
+
+    async def run_pass(self, job: Pass) -> torch.Tensor:
+        """A forward or backward pass, awaited. Raises what the engine reports."""
+        if job.hidden.dim() == 3 and job.hidden.shape[1] > self.admission.max_length:
+            raise BadRequest(f"{job.hidden.shape[1]} tokens a row; this server takes at most {self.admission.max_length}")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[torch.Tensor] = loop.create_future()
+
+        def resolve(result: torch.Tensor | LilliputError) -> None:
+            if future.done():
+                return
+            if isinstance(result, LilliputError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        job.done = lambda result: loop.call_soon_threadsafe(resolve, result) and None
+        self.engine.run_pass(job)
+        return await future
