@@ -132,7 +132,8 @@ class Server(hivemind.moe.Server):
         }
         self._progress = progress
         self._ready = threading.Event()
-        self._decided = threading.Event()  # ready or failed
+        #: set when the server is ready, or has failed
+        self.decided = threading.Event()
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
@@ -164,13 +165,13 @@ class Server(hivemind.moe.Server):
                 logger.exception("the server failed")
         finally:
             self._ready.clear()
-            self._decided.set()
+            self.decided.set()
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start; if `await_ready`, return when the server can be used, or raise why it cannot."""
         self.start()
         if await_ready:
-            if not self._decided.wait(timeout):
+            if not self.decided.wait(timeout):
                 raise TimeoutError(f"the server was not ready within {timeout} s")
             self.raise_failure()
 
@@ -227,7 +228,7 @@ class Server(hivemind.moe.Server):
             announcing = asyncio.ensure_future(self._keep_announcing(node, service))
             stack.callback(announcing.cancel)
             self._ready.set()
-            self._decided.set()
+            self.decided.set()
             logger.info("serving blocks %d:%d of %s", *self.blocks, service.model)
             await stopped
             self._ready.clear()
