@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lilliput import errors as errors
+    from lilliput.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
+    from lilliput.client.sequential import RemoteSequential as RemoteSequential
+    from lilliput.client.session import InferenceSession as InferenceSession
+    from lilliput.server import Server as Server
 
 __version__ = "0.1.0"
 
-# Importing torch takes seconds; `import lilliput` does not.
-_LAZY = {
+# imported when first used: torch, transformers and hivemind take seconds
+_HOMES = {
     "AutoDistributedModelForCausalLM": "lilliput.client.model",
-    "InferenceSession": "lilliput.client.session",
     "RemoteSequential": "lilliput.client.sequential",
-    "Server": "lilliput.server.server",
-    "ServerOptions": "lilliput.server.server",
-    "errors": "lilliput.errors",
+    "InferenceSession": "lilliput.client.session",
+    "Server": "lilliput.server",
 }
 
-__all__ = [*sorted(_LAZY), "__version__"]
+__all__ = ["AutoDistributedModelForCausalLM", "InferenceSession", "RemoteSequential", "Server", "__version__", "errors"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'lilliput' has no attribute {name!r}")
-    module = importlib.import_module(_LAZY[name])
-    value = module if name == "errors" else getattr(module, name)
-    globals()[name] = value
-    return value
+    if name == "errors":
+        return importlib.import_module("lilliput.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -1,0 +1,260 @@
+"""A client's connection to a swarm: one peer, what it knows of the servers, and streams that are kept open."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from lilliput.client.route import Hop, find_chain
+from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
+from lilliput.swarm import directory
+from lilliput.swarm.loop import LoopThread
+from lilliput.swarm.node import Node
+from lilliput.swarm.records import ServerRecord
+from lilliput.wire import lilliput_pb2 as pb
+from lilliput.wire.channel import Channel
+
+T = TypeVar("T")
+
+#: look-ups younger than this are used as they are (seconds)
+FRESH_SECONDS = 5.0
+#: older than this they are not used at all, but waited for
+STALE_SECONDS = 30.0
+#: a peer that failed us is passed over for this long
+BAN_SECONDS = 20.0
+#: so many idle streams are kept for each peer and call
+_IDLE_STREAMS = 8
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a client waits, in seconds. Every wait is finite."""
+
+    #: for a stream to a server to open
+    connect: float = 10.0
+    #: for a server's answer to the first message of a session
+    open: float = 30.0
+    #: in the queues of full servers; 0 raises `Busy` at once
+    queue: float = 0.0
+    #: for the output of one step, or of one forward or backward call
+    step: float = 300.0
+    #: for any sign of life from a server that has been asked for one
+    silence: float = 20.0
+    #: how many chains are tried, one after another, before an error is handed on
+    attempts: int = 3
+
+
+@dataclass
+class _Lookup:
+    records: list[ServerRecord]
+    at: float
+
+
+class Connection:
+    """A peer that is only a client. Belongs to one event loop; everything here happens on it."""
+
+    def __init__(self, initial_peers: Iterable[str], **node_options: Any) -> None:
+        self.initial_peers = tuple(str(peer) for peer in initial_peers)
+        self._starting = asyncio.ensure_future(Node.start(self.initial_peers, client_mode=True, **node_options))
+        self._lookups: dict[str, _Lookup] = {}
+        self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
+        self._banned: dict[str, float] = {}
+        self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
+
+    async def node(self) -> Node:
+        """The peer, once it has started. Raises what went wrong if it could not."""
+        return await asyncio.shield(self._starting)
+
+    # -- who serves what
+
+    async def records(self, model: str, *, fresh: bool = False) -> list[ServerRecord]:
+        """The servers of a model. Recent look-ups are reused and renewed in the background, unless `fresh`."""
+        known = self._lookups.get(model)
+        age = time.monotonic() - known.at if known else STALE_SECONDS
+        if known is None or fresh or age >= STALE_SECONDS:
+            return await asyncio.shield(self._ask(model))
+        if age >= FRESH_SECONDS:
+            self._ask(model)
+        return known.records
+
+    def _ask(self, model: str) -> asyncio.Future[list[ServerRecord]]:
+        if model not in self._asking:
+            task = self._asking[model] = asyncio.ensure_future(self._look_up(model))
+            task.add_done_callback(lambda done: self._asked(model, done))
+        return self._asking[model]
+
+    def _asked(self, model: str, done: asyncio.Future[list[ServerRecord]]) -> None:
+        del self._asking[model]
+        if not done.cancelled():
+            done.exception()  # whoever waited has it; a look-up in the background may fail
+
+    async def _look_up(self, model: str) -> list[ServerRecord]:
+        records = await directory.find(await self.node(), model)
+        self._lookups[model] = _Lookup(records, time.monotonic())
+        return records
+
+    async def prefetch(self, model: str) -> None:
+        """Look a model up, for whoever asks next. Raises nothing."""
+        with contextlib.suppress(LilliputError):
+            await self.records(model)
+
+    async def chain(
+        self, model: str, start: int, end: int, *, fingerprint: str = "", banned: Collection[str] = frozenset()
+    ) -> list[Hop]:
+        """A chain of servers for blocks `[start, end)`. Raises `MissingBlocks`, or `ModelError` for a mix-up."""
+        avoid = self.banned() | set(banned)
+        try:
+            return find_chain(_same_model(await self.records(model), fingerprint), start, end, banned=avoid)
+        except MissingBlocks:
+            pass
+        # perhaps someone has joined since, and better someone who failed us lately than nobody
+        records = _same_model(await self.records(model, fresh=True), fingerprint)
+        for passed_over in (avoid, set(banned)):
+            try:
+                return find_chain(records, start, end, banned=passed_over)
+            except MissingBlocks as e:
+                missing = e
+        raise MissingBlocks(_explain(missing, model, records), missing.blocks)
+
+    def ban(self, peer_id: str) -> None:
+        """Pass a peer over for a while: it did not do what it said it would."""
+        self._banned[peer_id] = time.monotonic() + BAN_SECONDS
+
+    def banned(self) -> set[str]:
+        now = time.monotonic()
+        self._banned = {peer: until for peer, until in self._banned.items() if until > now}
+        return set(self._banned)
+
+    # -- streams
+
+    async def open(self, peer_id: str, call: str, *, within: float) -> Channel:
+        """A new stream to a server. Raises `Unreachable`."""
+        return await (await self.node()).open(peer_id, call, within=within)
+
+    async def ask(
+        self,
+        peer_id: str,
+        call: str,
+        question: Callable[[], pb.Message],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        codec: str,
+        patience: Patience,
+    ) -> Mapping[str, torch.Tensor]:
+        """One question and its answer's tensors. Streams are kept open for the next question.
+
+        :param question: makes the message; called again if a stream that was kept turns out to be closed
+        """
+        idle = self._streams[peer_id, call]
+        while True:
+            kept = bool(idle)
+            channel = idle.pop() if kept else await self.open(peer_id, call, within=patience.connect)
+            try:
+                async with asyncio.timeout(patience.step):
+                    await channel.send(question(), tensors, codec=codec)
+                    received = await channel.expect("output")
+            except TimeoutError as e:
+                channel.close()
+                raise Unreachable(f"no output within {patience.step:.0f} s", peer_id) from e
+            except Unreachable:
+                channel.close()
+                if kept:
+                    continue
+                raise
+            except RequestError:
+                self._keep(idle, channel)  # the server has answered, if not as we hoped
+                raise
+            except BaseException:
+                channel.close()
+                raise
+            self._keep(idle, channel)
+            return received.tensors
+
+    @staticmethod
+    def _keep(idle: list[Channel], channel: Channel) -> None:
+        if len(idle) < _IDLE_STREAMS:
+            idle.append(channel)
+        else:
+            channel.close()
+
+    async def close(self) -> None:
+        for channels in self._streams.values():
+            for channel in channels:
+                channel.close()
+        self._streams.clear()
+        self._starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, LilliputError):
+            await (await self._starting).stop()
+
+
+def _same_model(records: list[ServerRecord], fingerprint: str) -> list[ServerRecord]:
+    same = [r for r in records if not fingerprint or not r.fingerprint or r.fingerprint == fingerprint]
+    if records and not same:
+        raise ModelError(
+            f"the swarm's {records[0].model} is not the model of these files: "
+            f"their fingerprint is {fingerprint}, the servers have {records[0].fingerprint}"
+        )
+    return same
+
+
+def _explain(missing: MissingBlocks, model: str, records: list[ServerRecord]) -> str:
+    text = f"{missing} of {model}"
+    leaving = [r for r in records if r.state != "serving"]
+    if not records:
+        return f"{text}: no server of this model is in the swarm"
+    if leaving:
+        return f"{text} ({len(leaving)} of {len(records)} servers are joining or leaving)"
+    return text
+
+
+class SharedConnection:
+    """A connection with its own loop thread, for synchronous callers: one per process and set of initial peers.
+
+    Each `SharedConnection.to(peers)` is to be ended by one `close()`; the last one ends the peer.
+    """
+
+    _all: ClassVar[dict[tuple[Any, ...], SharedConnection]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, key: tuple[Any, ...], initial_peers: Iterable[str], **node_options: Any) -> None:
+        self._key, self._users = key, 0
+        self.loop = LoopThread("lilliput-client")
+
+        async def connect() -> Connection:
+            return Connection(initial_peers, **node_options)
+
+        self.connection = self.loop.run(connect())
+        self.loop.at_stop(self.connection.close)
+
+    @classmethod
+    def to(cls, initial_peers: Iterable[str], **node_options: Any) -> SharedConnection:
+        """The connection to these peers. Returns at once: the peer starts in the background."""
+        peers = [initial_peers] if isinstance(initial_peers, str) else [str(peer) for peer in initial_peers]
+        key = (os.getpid(), tuple(sorted(peers)), repr(sorted(node_options.items())))
+        with cls._lock:
+            shared = cls._all.get(key)
+            if shared is None:
+                shared = cls._all[key] = cls(key, peers, **node_options)
+            shared._users += 1
+            return shared
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine on the connection's loop and wait for it."""
+        return self.loop.run(coro, timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            self._all.pop(self._key, None)
+        self.loop.stop()

@@ -1,0 +1,198 @@
+"""The stand-in for all of a model's blocks: where hidden states leave for the swarm and come back."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lilliput.client.cache import SwarmCache
+from lilliput.client.history import PADDING
+from lilliput.client.sequential import RemoteSequential
+from lilliput.errors import BadRequest
+
+#: the cache's name in a model's arguments, which changed between releases of transformers
+CACHE_NAMES = ("cache", "past_key_values")
+
+
+@dataclass
+class _Call:
+    """What the model was called with, as far as the blocks need it."""
+
+    cache: SwarmCache | None = None
+    #: int64 [rows, tokens], if the model was called with ids and not with embeddings
+    input_ids: torch.Tensor | None = None
+    #: as given: [rows, length] (1 = a token, 0 = padding), or [rows or 1, 1, tokens, length]
+    mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    #: logits are asked for at the last so many positions only
+    needed: int | None = None
+
+
+class Gate(nn.Module):
+    """The first block of a model whose other blocks pass everything through.
+
+    What it must know of a call it learns from hooks on the model: not every family hands everything to its blocks.
+    """
+
+    def __init__(self, remote: RemoteSequential) -> None:
+        super().__init__()
+        self._remote = [remote]  # in a list: not a part of this module
+        self._local = threading.local()
+
+    @property
+    def remote(self) -> RemoteSequential:
+        return self._remote[0]
+
+    def watch(self, model: Any) -> None:
+        """Hook into `model`, a causal language model."""
+        base = model.base_model
+        if base is not model:
+            model.register_forward_pre_hook(_Reader(model, self._see_whole), with_kwargs=True)
+        base.register_forward_pre_hook(_Reader(base, self._see_base), with_kwargs=True)
+
+    def _see_whole(self, call: dict[str, Any]) -> dict[str, Any]:
+        keep = call.get("logits_to_keep")
+        self._local.needed = keep if isinstance(keep, int) and keep > 0 else None
+        return {}
+
+    def _see_base(self, call: dict[str, Any]) -> dict[str, Any]:
+        cache = next((call[name] for name in CACHE_NAMES if call.get(name) is not None), None)
+        if cache is not None and not isinstance(cache, SwarmCache):
+            raise BadRequest(
+                f"the attention caches of this model are on the servers, so a {type(cache).__name__} is of no use; "
+                "call generate(), inside `with model.inference_session(...)` to keep the caches between calls"
+            )
+        needed = getattr(self._local, "needed", None)
+        self._local.needed = None
+        ids, mask, position_ids = (
+            tensor.cpu() if isinstance(tensor := call.get(name), torch.Tensor) else None
+            for name in ("input_ids", "attention_mask", "position_ids")
+        )
+        self._local.call = _Call(cache, ids, mask, position_ids, needed)
+        return {} if cache is not None else {"use_cache": False}
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call: _Call = getattr(self._local, "call", None) or _Call()
+        if call.cache is not None:
+            return _Step(call, call.cache, hidden_states).run()
+        rows, tokens = hidden_states.shape[:2]
+        mask, _ = _mask_of(call.mask, 0, tokens, None)
+        position_ids = _position_ids_of(call.position_ids, 0, rows, tokens)
+        return self.remote(hidden_states, mask=mask, position_ids=position_ids)
+
+
+class _Reader:
+    """A forward pre-hook that sees all arguments by name and may add some."""
+
+    def __init__(self, module: nn.Module, see: Any) -> None:
+        parameters = inspect.signature(module.forward).parameters
+        self._names = list(parameters)
+        self._see = see
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        added = self._see({**dict(zip(self._names, args, strict=False)), **kwargs} if args else kwargs)
+        if not added or any(name in self._names[: len(args)] for name in added):
+            return None
+        return args, {**kwargs, **added}
+
+
+class _Step:
+    """One step of a session, as seen from the model."""
+
+    def __init__(self, call: _Call, cache: SwarmCache, hidden: torch.Tensor) -> None:
+        self.call, self.cache, self.hidden = call, cache, hidden
+        self.session = cache.session
+
+    def run(self) -> torch.Tensor:
+        hidden, session, call = self.hidden, self.session, self.call
+        rows, count = hidden.shape[:2]
+        position = session.position
+        if position == 0 and rows > session.max_rows:
+            session.restart(rows)
+        mask, padding = _mask_of(call.mask, position, count, session.tokens if position else None)
+        ids = call.input_ids
+        tokens = None
+        if ids is not None and (mask is None or padding is not None):
+            tokens = ids if padding is None else torch.where(padding[:, position:], ids, PADDING)
+        position_ids = _position_ids_of(call.position_ids, position, rows, count)
+        if position_ids is not None and not _follows(position_ids, padding, position):
+            tokens = None
+
+        inverse: list[int] | None = None
+        if position == 0 and rows > 1 and tokens is not None and mask is None:
+            tokens, hidden, inverse = _without_repeats(tokens, hidden)
+            if inverse is not None and position_ids is not None:
+                position_ids = None if _is_default(position_ids, 0) else position_ids[: hidden.shape[0]]
+        outputs = session.step(hidden, tokens=tokens, needed=call.needed, mask=mask, position_ids=position_ids)
+        if inverse is not None:
+            session.reorder(inverse)
+            outputs = outputs[inverse]
+        if outputs.shape[1] < count:  # the servers had the beginning in their caches, and nobody asks for its outputs
+            outputs = nn.functional.pad(outputs, (0, 0, count - outputs.shape[1], 0))
+        return outputs.to(self.hidden.device)
+
+
+def _without_repeats(tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
+    """The rows that differ, and for each old row which of them it equals: beams begin alike and are computed once."""
+    unique, inverse = torch.unique_consecutive(tokens, dim=0, return_inverse=True)
+    if len(unique) == len(tokens):
+        return tokens, hidden, None
+    first = torch.tensor([inverse.tolist().index(row) for row in range(len(unique))])
+    return unique, hidden[first], inverse.tolist()
+
+
+def _mask_of(
+    mask: torch.Tensor | None, position: int, count: int, seen: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The step's mask (bool `[rows or 1, tokens, length]`), and what is no padding (bool `[rows, length]`).
+
+    None and None if there is no padding; a mask and None if the caller has made a mask of four dimensions.
+    """
+    if mask is None:
+        return None, None
+    length = position + count
+    if mask.dim() == 4:
+        full = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        return full[:, 0, :, :length], None
+    if mask.dim() != 2:
+        raise BadRequest(f"an attention mask has two or four dimensions, not {mask.dim()}")
+    visible = mask.bool()
+    if visible.shape[1] == count and position and seen is not None:  # of the new tokens only
+        visible = torch.cat([seen != PADDING, visible], dim=1)
+    if visible.shape[1] != length:
+        raise BadRequest(
+            f"an attention mask of {mask.shape[1]} tokens for {count} new ones after {position} in the session"
+        )
+    if bool(visible.all()):
+        return None, None
+    places = torch.arange(length)
+    causal = places[None, :] <= places[position:, None]
+    # padding attends to itself, since something has to be computed there; nothing else attends to it
+    own = places[None, :] == places[position:, None]
+    return (visible[:, None, :] & causal) | own, visible
+
+
+def _position_ids_of(ids: torch.Tensor | None, position: int, rows: int, count: int) -> torch.Tensor | None:
+    """int64 `[rows, tokens]`, or None if they are the places in the cache."""
+    if ids is None or _is_default(ids, position):
+        return None
+    if ids.dim() != 2:
+        raise BadRequest(f"position ids have two dimensions, not {ids.dim()}")
+    return ids.expand(rows, count).to(torch.int64)
+
+
+def _is_default(ids: torch.Tensor, position: int) -> bool:
+    return bool((ids == torch.arange(position, position + ids.shape[-1])).all())
+
+
+def _follows(ids: torch.Tensor, padding: torch.Tensor | None, position: int) -> bool:
+    """Whether position ids are those that generate() makes of the padding."""
+    if padding is None:
+        return False
+    counted = padding.long().cumsum(-1)[:, position:] - 1
+    return bool(((ids == counted) | ~padding[:, position:]).all())

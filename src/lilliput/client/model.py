@@ -1,0 +1,125 @@
+"""The user's model: Hugging Face's own class, its blocks in the swarm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lilliput.client.connection import Patience, SharedConnection
+from lilliput.client.remote import RemoteModel
+from lilliput.errors import BadRequest, MissingBlocks, ModelError
+from lilliput.models.progress import Progress, silent
+from lilliput.models.sources import ModelFiles, resolve
+
+_POLL_SECONDS = 0.25
+
+
+class AutoDistributedModelForCausalLM:
+    """Makes a causal language model whose blocks are computed by a swarm. See `from_pretrained`."""
+
+    def __init__(self) -> None:
+        raise TypeError("call AutoDistributedModelForCausalLM.from_pretrained(...)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str,
+        *,
+        initial_peers: Sequence[str] | str,
+        dtype: Any = None,
+        revision: str | None = None,
+        token: str | None = None,
+        adapter: str = "",
+        codec: str = "none",
+        patience: Patience | None = None,
+        wait: float = 0.0,
+        prefix_secret: str | None = None,
+        progress: Progress = silent,
+    ) -> Any:
+        """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
+
+        `generate()` and everything else of Hugging Face's works unchanged. Besides, the model has
+
+            inference_session(max_length)   keeps the caches between calls of generate()
+            remote                          all its blocks as a `RemoteSequential`
+            close()                         ends the connection; also done when the program ends
+
+        :param model: a name, folder or hub id, as for the servers; the ends of the model are loaded from its files
+        :param initial_peers: full addresses of peers of the swarm, such as the servers print
+        :param dtype: of the ends and of what is sent ("float32", torch.bfloat16, ...); default: the checkpoint's
+        :param adapter: the name of an adapter that the servers have
+        :param codec: how hidden states travel: none, float16, bfloat16, int8
+        :param patience: how long to wait for what
+        :param wait: seconds to wait until every block is served; 0 raises `MissingBlocks` at once
+        :param prefix_secret: clients that share it share cached prefixes where servers allow it; default: nobody
+
+        Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
+        """
+        shared = SharedConnection.to(initial_peers)  # it connects while the model loads
+        try:
+            files = resolve(model, revision=revision, token=token, progress=progress)
+            shared.loop.submit(shared.connection.prefetch(files.name))
+            blocks = files.config().get("num_hidden_layers") or files.config().get("n_layer")
+            if not isinstance(blocks, int):
+                raise ModelError(f"{files.path} does not say how many blocks {files.name} has")
+            remote = RemoteModel(
+                shared.connection,
+                files.name,
+                blocks,
+                files.fingerprint,
+                adapter=adapter,
+                codec=codec,
+                patience=patience or Patience(),
+                prefix_secret=prefix_secret,
+            )
+            distributed = _load(files, remote, shared, dtype)
+            _await_blocks(remote, shared, wait)
+            return distributed
+        except BaseException:
+            shared.close()
+            raise
+
+
+def _load(files: ModelFiles, remote: RemoteModel, shared: SharedConnection, dtype: Any) -> Any:
+    # transformers takes a second or more to import: not before the connection is on its way
+    from lilliput.client.gate import Gate
+    from lilliput.client.generation import DistributedMixin
+    from lilliput.client.sequential import RemoteSequential
+    from lilliput.models.ends import load_ends
+
+    blocks = RemoteSequential(remote, shared)
+    gate = Gate(blocks)
+    model: Any = load_ends(files, gate, dtype=dtype_of(dtype, files))
+    gate.watch(model)
+    family = type(model)
+    model.__class__ = type(family.__name__, (DistributedMixin, family), {"__module__": family.__module__})
+    model._join(remote, shared, blocks)
+    return model
+
+
+def _await_blocks(remote: RemoteModel, shared: SharedConnection, wait: float) -> None:
+    until = time.monotonic() + wait
+    while True:
+        try:
+            shared.run(remote.chain(0, remote.blocks))
+            return
+        except MissingBlocks:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def dtype_of(dtype: Any, files: ModelFiles) -> Any:
+    """A torch dtype from a dtype, its name, or None and "auto" for the checkpoint's own."""
+    import torch
+
+    chosen: Any = dtype
+    if chosen is None or chosen == "auto":
+        config = files.config()
+        chosen = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if isinstance(chosen, str):
+        chosen = getattr(torch, chosen.removeprefix("torch."), None)
+    if not isinstance(chosen, torch.dtype) or not chosen.is_floating_point:
+        raise BadRequest(f"dtype must be float32, bfloat16 or float16, by name or as torch has it, not {dtype!r}")
+    return chosen

@@ -1,0 +1,50 @@
+"""Which remote model, reached how: what sessions and remote blocks have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lilliput.client.connection import Connection, Patience
+from lilliput.client.route import Hop
+from lilliput.wire.tensors import check_codec
+
+#: by default no other process can name the prefixes of this one
+_PROCESS_SECRET = secrets.token_bytes(16)
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model in a swarm, as one client uses it.
+
+    :param name: under which the servers announce it
+    :param blocks: how many it has
+    :param fingerprint: of the client's own files; servers of other weights are not used. Empty: any.
+    :param codec: how hidden states travel, both ways: none, float16, bfloat16, int8
+    :param prefix_secret: clients that share it (and a server's trust) share cached prefixes; None keeps them private
+    """
+
+    connection: Connection
+    name: str
+    blocks: int
+    fingerprint: str = ""
+    adapter: str = ""
+    codec: str = "none"
+    patience: Patience = field(default_factory=Patience)
+    prefix_secret: str | None = None
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec)
+
+    @property
+    def salt(self) -> bytes:
+        """What the keys of this model's prefixes begin with."""
+        secret = _PROCESS_SECRET if self.prefix_secret is None else self.prefix_secret.encode()
+        parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
+        return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
+
+    async def chain(self, start: int, end: int, *, banned: Collection[str] = frozenset()) -> list[Hop]:
+        """A chain of servers for blocks `[start, end)`. Raises `MissingBlocks`."""
+        return await self.connection.chain(self.name, start, end, fingerprint=self.fingerprint, banned=banned)
