@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,15 @@ class Gate(nn.Module):
     def remote(self) -> RemoteSequential:
         return self._remote[0]
 
+    @contextlib.contextmanager
+    def answering(self, answer: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+        """In this thread, let a function of the hidden states answer instead of the swarm."""
+        self._local.answer = answer
+        try:
+            yield
+        finally:
+            self._local.answer = None
+
     def watch(self, model: Any) -> None:
         """Hook into `model`, a causal language model."""
         base = model.base_model
@@ -77,6 +88,9 @@ class Gate(nn.Module):
         return {} if cache is not None else {"use_cache": False}
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        answer: Callable[[torch.Tensor], torch.Tensor] | None = getattr(self._local, "answer", None)
+        if answer is not None:
+            return answer(hidden_states)
         call: _Call = getattr(self._local, "call", None) or _Call()
         if call.cache is not None:
             return _Step(call, call.cache, hidden_states).run()

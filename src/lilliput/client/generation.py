@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.cache import SwarmCache
 from lilliput.client.connection import SharedConnection
-from lilliput.client.gate import CACHE_NAMES
+from lilliput.client.gate import CACHE_NAMES, Gate
 from lilliput.client.history import PADDING
 from lilliput.client.remote import RemoteModel
 from lilliput.client.sequential import RemoteSequential
@@ -39,15 +39,15 @@ class _ActiveSessions(threading.local):
 class DistributedMixin:
     """Stands before a family's class, which it makes generate through the swarm."""
 
-    def _join(self, remote: RemoteModel, shared: SharedConnection, blocks: RemoteSequential) -> None:
+    def _join(self, remote: RemoteModel, shared: SharedConnection, gate: Gate) -> None:
         self._remote_model, self._shared = remote, shared
         self._active = _ActiveSessions()
-        object.__setattr__(self, "_blocks", blocks)  # not a part of this module
+        object.__setattr__(self, "_gate", gate)  # it is a block of this model already
 
     @property
     def remote(self) -> RemoteSequential:
         """All blocks of the model, as a module."""
-        return self._blocks  # type: ignore[attr-defined, no-any-return]
+        return self._gate.remote  # type: ignore[attr-defined, no-any-return]
 
     def inference_session(
         self,

@@ -94,7 +94,7 @@ def _load(files: ModelFiles, remote: RemoteModel, shared: SharedConnection, dtyp
     gate.watch(model)
     family = type(model)
     model.__class__ = type(family.__name__, (DistributedMixin, family), {"__module__": family.__module__})
-    model._join(remote, shared, blocks)
+    model._join(remote, shared, gate)
     return model
 
 

@@ -1,0 +1,170 @@
+"""Many conversations in one process: their steps travel side by side, and the model's ends compute for all at once.
+
+`generate()` is a loop for one batch that begins and ends together. Here every stream begins and ends when it likes, on
+the connection's event loop; the head, which is as large as several blocks, is read once for all streams whose hidden
+states have come back. This is what a gateway needs, and what `lilliput bench` measures for many streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.errors import BadRequest
+
+#: picks the next token's id from the ids so far, int64 [1, n], and the logits, float32 [1, vocabulary]
+Sampler = Callable[[torch.Tensor, torch.Tensor], int]
+
+#: streams that are answered together arrive one message after the other; wait so long for the next one (seconds)
+_QUIET_SECONDS = 0.0012
+#: and no longer than this in all
+_PATIENCE_SECONDS = 0.006
+
+
+@dataclass(eq=False)
+class _Due:
+    """A stream whose last token's hidden states, [1, 1, hidden], have come back."""
+
+    hidden: torch.Tensor
+    ids: list[int]
+    sampler: Sampler | None
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[tuple[int, torch.Tensor]]
+
+
+class Decoder:
+    """Generates for many streams with one model's ends.
+
+    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`. Use it for nothing else meanwhile.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._streams = 0
+        self._due: list[_Due] = []
+        self._arrived = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Streams must have ended."""
+        with self._arrived:
+            self._closed = True
+            self._arrived.notify()
+        self._thread.join()
+
+    async def stream(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        sampler: Sampler | None = None,
+        stop_ids: Collection[int] = (),
+        session: AsyncInferenceSession | None = None,
+        bid: float = 0.0,
+    ) -> AsyncIterator[int]:
+        """The answer's tokens, one after another, `stop_ids` not among them. Runs on the connection's loop.
+
+        :param input_ids: the prompt
+        :param sampler: how to pick a token; default: the likeliest
+        :param session: one that stands before the first of `input_ids`; by default one for this stream, closed with it
+        """
+        if not input_ids:
+            raise BadRequest("an empty prompt; begin with the model's first token")
+        own = session is None
+        if session is None:
+            remote = self._model._remote_model
+            session = AsyncInferenceSession(remote, max_length=len(input_ids) + max_new_tokens, bid=bid)
+        self._streams += 1
+        try:
+            ids = list(input_ids)
+            tokens = torch.tensor([ids])
+            hidden = await asyncio.to_thread(self._embed, tokens)
+            hidden = await session.step(hidden, tokens=tokens, needed=1)
+            for number in range(max_new_tokens):
+                token, embedded = await self._next(hidden[:, -1:], ids, sampler)
+                if token in stop_ids:
+                    return
+                ids.append(token)
+                yield token
+                if number + 1 < max_new_tokens:
+                    hidden = await session.step(embedded, tokens=torch.tensor([[token]]), needed=1)
+        finally:
+            self._streams -= 1
+            if own:
+                await session.close()
+
+    def _next(
+        self, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None
+    ) -> asyncio.Future[tuple[int, torch.Tensor]]:
+        loop = asyncio.get_running_loop()
+        due = _Due(hidden, ids, sampler, loop, loop.create_future())
+        with self._arrived:
+            self._due.append(due)
+            self._arrived.notify()
+        return due.future
+
+    # ---- the decoder's thread ----
+
+    def _run(self) -> None:
+        while True:
+            with self._arrived:
+                while not self._due and not self._closed:
+                    self._arrived.wait()
+                if self._closed and not self._due:
+                    return
+                until = time.monotonic() + _PATIENCE_SECONDS
+                while len(self._due) < self._streams and time.monotonic() < until:
+                    if not self._arrived.wait(_QUIET_SECONDS):
+                        break
+                wave, self._due = self._due, []
+            try:
+                results: list[Any] = self._compute(wave)
+            except Exception as e:
+                results = [e] * len(wave)
+            for loop in {due.loop for due in wave}:
+                mine = [(due.future, result) for due, result in zip(wave, results, strict=True) if due.loop is loop]
+                loop.call_soon_threadsafe(_resolve, mine)
+
+    @torch.inference_mode()
+    def _compute(self, wave: list[_Due]) -> list[tuple[int, torch.Tensor]]:
+        hidden = torch.cat([due.hidden for due in wave])
+        with self._model._gate.answering(lambda _: hidden):
+            logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
+        tokens = logits.argmax(-1)
+        for row, due in enumerate(wave):
+            if due.sampler is not None:
+                tokens[row] = due.sampler(torch.tensor([due.ids]), logits[row : row + 1].float())
+        embedded = self._embed(tokens[:, None])
+        return list(zip(tokens.tolist(), embedded.split(1), strict=True))
+
+    @torch.inference_mode()
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [rows, tokens] -> what the model sends to its first block, [rows, tokens, hidden]."""
+        seen: list[torch.Tensor] = []
+
+        def look(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden)
+            return hidden
+
+        with self._model._gate.answering(look):
+            self._model.base_model(input_ids=tokens, use_cache=False)
+        return seen[0]
+
+
+def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, result in results:
+        if future.done():
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
