@@ -186,16 +186,18 @@ class AsyncInferenceSession:
                 self.position = start_position
             if parents is not None:
                 self.reorder(parents)
-            rows, count = hidden.shape[:2]
+            rows, count = _checked(hidden, self._position, mask, position_ids)
             if prompts is not None:
                 tokens = None  # the values in the cache depend on more than the tokens
             skipped = 0
             if not self._hops:
                 skipped = await self._open_for(hidden, tokens, count if needed is None else needed)
-            elif rows != self._rows and self._position:
-                raise BadRequest(
-                    f"{rows} rows sent, but the session has {self._rows}; name their parents to change that"
-                )
+            elif rows != self._rows:
+                if self._position:
+                    raise BadRequest(
+                        f"{rows} rows, but the session has {self._rows}; name their parents to change that"
+                    )
+                self.reorder([min(row, self._rows - 1) for row in range(rows)])  # nothing there that could be mixed up
             longer = self._room_for(self._position + count)
             known = torch.full((rows, count), UNKNOWN) if tokens is None else tokens
             position = self._position
@@ -379,6 +381,20 @@ class AsyncInferenceSession:
         at_most = min(_CHUNK_TOKENS, min(hop.max_step_tokens for hop in self._hops))
         by_bytes = _CHUNK_BYTES // (rows * hidden.shape[2] * hidden.element_size())
         return max(1, min(at_most // rows, by_bytes))
+
+
+def _checked(
+    hidden: torch.Tensor, position: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> tuple[int, int]:
+    """Rows and tokens of a step whose tensors can be cut into parts; the rest is for the servers to check."""
+    if hidden.dim() != 3 or not hidden.numel():
+        raise BadRequest(f"hidden states must be [rows, tokens, hidden], not {list(hidden.shape)}")
+    rows, count = hidden.shape[:2]
+    if mask is not None and (mask.dim() != 3 or mask.shape[1:] != (count, position + count)):
+        raise BadRequest(f"the mask must be [{rows} or 1, {count}, {position + count}], not {list(mask.shape)}")
+    if position_ids is not None and position_ids.shape != (rows, count):
+        raise BadRequest(f"position ids must be [{rows}, {count}], not {list(position_ids.shape)}")
+    return rows, count
 
 
 def _as(hidden: torch.Tensor, rows: int, tokens: int, dtype: torch.dtype, hop: ServerSession) -> torch.Tensor:

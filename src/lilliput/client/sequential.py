@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -222,6 +223,10 @@ class RemoteSequential(nn.Module):
             stop = start + 1
         return RemoteSequential(self.remote_model, self._shared, self.start + start, self.start + stop)
 
+    def close(self) -> None:
+        """End the connection that `from_pretrained` made. The blocks of a model end with `model.close()`."""
+        self._shared.close()
+
     def extra_repr(self) -> str:
         return f"{self.remote_model.name!r}, blocks {self.start}:{self.end}"
 
@@ -262,7 +267,7 @@ class RemoteSequential(nn.Module):
             outputs[rows], legs = await part.forward(hidden[rows], self.start, self.end)
             return rows, part, legs
 
-        passes = self._shared.run(_at_once([one(rows) for rows in _parts(hidden)]))
+        passes = self._shared.run(_at_once([partial(one, rows) for rows in _parts(hidden)]))
         return outputs.to(device), passes
 
     def _backward(self, passes: _Passes, grad: torch.Tensor) -> torch.Tensor:
@@ -272,7 +277,7 @@ class RemoteSequential(nn.Module):
         async def one(rows: slice, part: _Pass, legs: list[_Leg]) -> None:
             inputs_grad[rows] = await part.backward(legs, grad[rows])
 
-        self._shared.run(_at_once([one(*part) for part in passes]))
+        self._shared.run(_at_once([partial(one, *part) for part in passes]))
         return inputs_grad.to(device)
 
 
@@ -283,14 +288,19 @@ def _parts(hidden: torch.Tensor) -> list[slice]:
     return [slice(begin, min(begin + count, rows)) for begin in range(0, rows, count)]
 
 
-async def _at_once(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def _at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
     """Results in order, a bounded number at a time; the first error ends them all."""
     places = asyncio.Semaphore(_PARTS_AT_ONCE)
 
-    async def in_turn(item: Coroutine[Any, Any, T]) -> T:
+    async def in_turn(item: Callable[[], Coroutine[Any, Any, T]]) -> T:
         async with places:
-            return await item
+            return await item()
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(in_turn(item)) for item in work]
-    return [task.result() for task in tasks]
+    tasks = [asyncio.create_task(in_turn(item)) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -21,6 +21,7 @@ from lilliput.wire.protocol import FORWARD_INCREMENTAL
 QueueCallback = Callable[[Hop, pb.Info], None]
 
 _TICK_SECONDS = 2.5
+_PING_SECONDS = SESSION_IDLE_SECONDS * PING_FRACTION
 _CLOSE_SECONDS = 1.0
 
 
@@ -312,7 +313,7 @@ class ServerSession:
         if any(deadline < now for _, deadline in self._waiting.values()):
             return self._give_up(f"no output within {self._patience.step:.0f} s")
         quiet = now - max(self._last_heard, self._last_sent)
-        if quiet >= (_TICK_SECONDS if self._waiting else SESSION_IDLE_SECONDS * PING_FRACTION - _TICK_SECONDS):
+        if quiet >= (_TICK_SECONDS if self._waiting else _PING_SECONDS - _TICK_SECONDS):
             if self._asked_for_life is None:
                 self._asked_for_life = now
             self._last_sent = now
