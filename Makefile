@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check format bench proto clean
+.PHONY: help env demo test check style types imports format bench proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,10 +20,16 @@ test: $(READY) ## Run all tests
 	$(BIN)/lilliput fetch
 	$(BIN)/python -m pytest $(ARGS)
 
-check: $(READY) ## Check style, types, and who imports whom
+check: style types imports ## Check style, types, and who imports whom
+
+style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+types: $(READY)
 	$(BIN)/mypy
+
+imports: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## Put the code into the style that check asks for

@@ -74,6 +74,7 @@ def test_special_tokens_are_those_of_the_chat_template(tokenizer: Any) -> None:
         "<|im_end|>",
         "<|im_end|>",
     )
+    assert set(tokenizer("a")) == {"input_ids", "attention_mask"}
     assert tokenizer("a<|im_start|>b")["input_ids"] == [81, 1, 82]  # nothing is put before or after a text
     chat = [{"role": "user", "content": "Hi"}]
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == (
@@ -182,7 +183,7 @@ class TestWithoutThePackage:
         for child in children:
             child.join(60)
         assert [child.exitcode for child in children] == [0, 0]
-        stages = []
+        stages: list[str] = []
         while stages.count("end") < 2:
             stages.append(seen.get(timeout=10))
         assert stages.count("unpacking") == 1

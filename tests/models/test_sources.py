@@ -184,11 +184,13 @@ def _digest(file: Path) -> str:
 
 def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What HF_ENDPOINT does before huggingface_hub is imported."""
-    import huggingface_hub.constants as hub
+    from huggingface_hub import constants, file_download
 
     url = f"http://127.0.0.1:{port}"
-    monkeypatch.setattr(hub, "HUGGINGFACE_CO_URL_TEMPLATE", hub.HUGGINGFACE_CO_URL_TEMPLATE.replace(hub.ENDPOINT, url))
-    monkeypatch.setattr(hub, "ENDPOINT", url)
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    for module in constants, file_download:  # before 1.0 the second had a copy
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
 
 
 @pytest.fixture

@@ -121,6 +121,8 @@ def _write_tokenizer(reader: gguf.GGUFReader, folder: Path, max_length: int) -> 
             "pad_token": special("padding"),
             "unk_token": special("unknown"),
             "clean_up_tokenization_spaces": False,
+            # transformers 4 would make token_type_ids too, which a Llama does not take
+            "model_input_names": ["input_ids", "attention_mask"],
             "model_max_length": max_length,
             "chat_template": _value(reader, "tokenizer.chat_template"),
         },
