@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from lilliput.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from lilliput.client.sequential import RemoteSequential as RemoteSequential
     from lilliput.client.session import InferenceSession as InferenceSession
-    from lilliput.server import Server as Server
+    from lilliput.server.server import Server as Server
 
 __version__ = "0.1.0"
 
@@ -19,7 +19,7 @@ _HOMES = {
     "AutoDistributedModelForCausalLM": "lilliput.client.model",
     "RemoteSequential": "lilliput.client.sequential",
     "InferenceSession": "lilliput.client.session",
-    "Server": "lilliput.server",
+    "Server": "lilliput.server.server",
 }
 
 __all__ = ["AutoDistributedModelForCausalLM", "InferenceSession", "RemoteSequential", "Server", "__version__", "errors"]

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -130,23 +130,14 @@ class Engine:
 
     def submit(self, session: CacheSession, step: Step) -> None:
         """Queue a step; `step.done` is called with its result. A session's steps run in the order of submission."""
+        self.submit_all([(session, step)])
+
+    def submit_all(self, steps: Sequence[tuple[CacheSession, Step]]) -> None:
+        """Queue steps that arrived together, so that they run together."""
 
         def add() -> None:
-            if session.closed or session not in self._sessions:
-                step.done(SessionExpired("the session is closed"))
-                return
-            if step.step_id and session.last_step and session.last_step[0] == step.step_id:
-                step.done(session.last_step[1])  # asked again: answered from memory
-                return
-            generating = self._sessions[session]
-            for earlier in generating.steps:
-                if step.step_id and earlier.step_id == step.step_id:
-                    earlier.done = _both(earlier.done, step.done)  # under way: one computation answers both
-                    return
-            if generating.left and not generating.steps:
-                gap = step.arrived - generating.left
-                generating.away = gap if not generating.away else 0.7 * generating.away + 0.3 * gap
-            generating.steps.append(step)
+            for session, step in steps:
+                self._add(session, step)
 
         self._post(add)
 
@@ -201,6 +192,23 @@ class Engine:
             self._wake.notify()
 
     # ---- the engine's thread ----
+
+    def _add(self, session: CacheSession, step: Step) -> None:
+        if session.closed or session not in self._sessions:
+            step.done(SessionExpired("the session is closed"))
+            return
+        if step.step_id and session.last_step and session.last_step[0] == step.step_id:
+            step.done(session.last_step[1])  # asked again: answered from memory
+            return
+        generating = self._sessions[session]
+        for earlier in generating.steps:
+            if step.step_id and earlier.step_id == step.step_id:
+                earlier.done = _both(earlier.done, step.done)  # under way: one computation answers both
+                return
+        if generating.left and not generating.steps:
+            gap = step.arrived - generating.left
+            generating.away = gap if not generating.away else 0.7 * generating.away + 0.3 * gap
+        generating.steps.append(step)
 
     def _run(self) -> None:
         while True:

@@ -113,12 +113,12 @@ def _decode_group(group: Sequence[Slice], page_size: int) -> DecodeGroup:
     mask = None
     if any(s.step.mask is not None for s in group):
         mask = torch.ones(len(pages), width * page_size, dtype=torch.bool)
-        row = 0
+        first = 0
         for s in group:
             if s.step.mask is not None:
                 length = s.session.length + 1
-                mask[row : row + s.step.rows, :length] = s.step.mask[:, s.step.offset, :length]
-            row += s.step.rows
+                mask[first : first + s.step.rows, :length] = s.step.mask[:, s.step.offset, :length]
+            first += s.step.rows
     return DecodeGroup(torch.tensor(pages), torch.tensor(lengths), mask)
 
 

@@ -77,9 +77,18 @@ class Admission:
         return pages
 
     def ask(
-        self, pages: int, *, bid: float = 0.0, peer: str = "", changed: Callable[[], None] = lambda: None
+        self,
+        pages: int,
+        *,
+        bid: float = 0.0,
+        peer: str = "",
+        changed: Callable[[], None] = lambda: None,
+        queue: bool = True,
     ) -> Ticket:
-        """A ticket, granted at once if nobody waits and there is room. Raises `Busy` if even the queue is full."""
+        """A ticket, granted at once if nobody waits and there is room.
+
+        Raises `Busy` if even the queue is full, or if the ticket would have to wait and `queue` is False.
+        """
         mine = sum(ticket.peer == peer for ticket in (*self._running, *self._queue))
         if mine >= self.max_sessions_per_peer:
             raise Busy(f"you have {mine} sessions here already, which is the limit for one peer")
@@ -90,6 +99,10 @@ class Admission:
             return ticket
         if len(self._queue) >= self.max_queue:
             raise Busy("this server is full, and so is its queue", queue_length=len(self._queue) + 1)
+        if not queue:
+            ahead = [t for t in self._queue if t.bid >= bid]
+            places = len(ahead) + self._must_finish(pages + sum(t.pages for t in ahead))
+            raise Busy("this server is full", queue_length=places)
         self._queue.append(ticket)
         self._queue.sort(key=lambda t: (-t.bid, t.order))
         self._update(tell=ticket)

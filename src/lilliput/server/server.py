@@ -33,7 +33,7 @@ from lilliput.models.span import Span
 from lilliput.server.admission import Admission
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.service import Service
-from lilliput.server.session_stream import SessionStream
+from lilliput.server.client_stream import ClientStream
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
@@ -216,7 +216,8 @@ class Server(hivemind.moe.Server):
             loading = asyncio.ensure_future(_in_thread(self._load))
             stack.push_async_callback(_stop_node, starting)
             first = asyncio.gather(starting, loading)
-            await asyncio.wait({first, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {first, stopped}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 first.cancel()
                 return
@@ -278,7 +279,7 @@ class Server(hivemind.moe.Server):
 
     async def _serve(self, node: Node, service: Service) -> None:
         async def session(channel: Channel, peer: PeerID) -> None:
-            await SessionStream(service, channel, str(peer)).run()
+            await ClientStream(service, channel, str(peer)).run()
 
         def passes(kind: str) -> Callable[[Channel, PeerID], Awaitable[None]]:
             return lambda channel, peer: serve_passes(service, channel, kind)
@@ -335,13 +336,14 @@ class Server(hivemind.moe.Server):
     async def _farewell(self, node: Node, service: Service, record: ServerRecord) -> None:
         service.draining = True
         withdrawing = asyncio.ensure_future(directory.withdraw(node, record))
-        for end in list(service.endings):
-            end(Draining("this server is leaving; open a session elsewhere"))
+        for stream in list(service.streams):
+            stream.end(Draining("this server is leaving; open a session elsewhere"))
         deadline = time.monotonic() + _FAREWELL_SECONDS
-        while service.endings and time.monotonic() < deadline:
+        while service.streams and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await asyncio.wait({withdrawing}, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
+        logger.info("leaving; since the start: %s", service.engine.counters)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from lilliput.errors import BadRequest, Draining, LilliputError, WrongBlocks
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
 from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
+
+if TYPE_CHECKING:
+    from lilliput.server.client_stream import ClientStream
 
 
 @dataclass
@@ -32,8 +36,8 @@ class Service:
     #: whether a prefix's pages are shared between clients (in a swarm whose members trust each other)
     share_prefixes: bool = False
     draining: bool = False
-    #: ends every open session, telling why
-    endings: set[Callable[[LilliputError], None]] = field(default_factory=set)
+    #: the streams with sessions that are open
+    streams: set[ClientStream] = field(default_factory=set)
     #: how long sessions have lasted, a moving average (seconds)
     session_seconds: float = 20.0
 
@@ -70,6 +74,10 @@ class Service:
             else:
                 future.set_result(result)
 
-        job.done = lambda result: loop.call_soon_threadsafe(resolve, result) and None
+        def done(result: torch.Tensor | LilliputError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop may be gone when the server stops
+                loop.call_soon_threadsafe(resolve, result)
+
+        job.done = done
         self.engine.run_pass(job)
         return await future

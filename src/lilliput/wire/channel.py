@@ -24,22 +24,24 @@ from lilliput.wire.limits import DEFAULT_LIMITS, Limits
 from lilliput.wire.tensors import check_header, decode, encode
 
 _LENGTH = struct.Struct("!I")
-#: messages below this size are joined into one write: one system call, one packet
+#: what is smaller is copied into a common write, what is larger is written as it lies
 _JOIN_BELOW = 1 << 16
-_WRITE_CHUNK = 1 << 18
+#: with more than this waiting, senders wait
+_CONGESTED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Received:
-    """A message as it arrived: its kind ("open", "step", ...), its body, its tensors by name."""
+    """A message as it arrived: its kind ("open", "step", ...), its body, its tensors by name, its session's number."""
 
     kind: str
     body: object
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    session: int = 0
 
 
 class Channel:
-    """Whole messages over one stream. Not safe for several senders or several receivers at once.
+    """Whole messages over one stream. Several tasks may send; one receives.
 
     :param reader, writer: a stream as hivemind's `P2P` hands it out
     :param peer: who is at the other end, for error messages
@@ -55,30 +57,70 @@ class Channel:
     ) -> None:
         self._reader, self._writer = reader, writer
         self.peer, self.limits = peer, limits
+        self._outgoing: list[bytes | memoryview] = []
+        self._flushing: asyncio.Handle | None = None
 
-    async def send(
+    def post(
         self, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None, *, codec: str = "none"
     ) -> None:
-        """Send one message. Raises `Unreachable` if the stream is broken."""
+        """Write one message at the end of this turn of the loop, joined with whatever else is posted until then.
+
+        Messages of several tasks never mix. Nothing is raised if the peer is gone: `receive` tells.
+        """
         buffers: list[memoryview] = []
         for name, tensor in (tensors or {}).items():
             header, parts = encode(name, tensor, codec)
             message.tensors.append(header)
             buffers.extend(parts)
         head = message.SerializeToString()
-        head = _LENGTH.pack(len(head)) + head
+        self._outgoing.append(_LENGTH.pack(len(head)) + head)
+        self._outgoing.extend(buffers)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    async def send(
+        self, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None, *, codec: str = "none"
+    ) -> None:
+        """Post one message; if much waits to be sent, wait until it is. Raises `Unreachable` if the stream is broken."""
+        if self._writer.is_closing():
+            raise Unreachable(f"the connection to {self.peer} is closed", self.peer)
+        self.post(message, tensors, codec=codec)
+        await self.drain()
+
+    @property
+    def congested(self) -> bool:
+        """Whether more waits to be sent than should."""
+        return (
+            sum(len(part) for part in self._outgoing) + self._writer.transport.get_write_buffer_size() > _CONGESTED_BYTES
+        )
+
+    async def drain(self) -> None:
+        """Wait while the channel is congested. Raises `Unreachable` if the stream is broken."""
+        if not self.congested:
+            return
+        self._flush()
         try:
-            if len(head) + sum(buffer.nbytes for buffer in buffers) <= _JOIN_BELOW:
-                self._writer.write(b"".join([head, *buffers]))
-            else:
-                self._writer.write(head)
-                for buffer in buffers:
-                    for offset in range(0, buffer.nbytes, _WRITE_CHUNK):
-                        self._writer.write(buffer[offset : offset + _WRITE_CHUNK])
-                        await self._writer.drain()
             await self._writer.drain()
         except (OSError, RuntimeError) as e:
             raise Unreachable(f"the connection to {self.peer} broke while sending", self.peer) from e
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        parts, self._outgoing = self._outgoing, []
+        small: list[bytes | memoryview] = []
+        with contextlib.suppress(OSError, RuntimeError):  # the peer is gone; the reader will tell
+            for part in parts:
+                if len(part) < _JOIN_BELOW:  # one write, one system call, one packet
+                    small.append(part)
+                    continue
+                if small:
+                    self._writer.write(b"".join(small))
+                    small = []
+                self._writer.write(part)
+            if small:
+                self._writer.write(b"".join(small))
 
     async def receive(self) -> Received | None:
         """The next message, or None when the peer closed the stream or died.
@@ -107,7 +149,7 @@ class Channel:
         kind = message.WhichOneof("body")
         if kind is None:
             raise BadRequest("an empty message")
-        return Received(kind, getattr(message, kind), tensors)
+        return Received(kind, getattr(message, kind), tensors, message.session)
 
     async def expect(self, kind: str) -> Received:
         """The next message, which must be of this kind. A reported error is raised as the error it names."""
@@ -122,11 +164,12 @@ class Channel:
 
     def close(self) -> None:
         """Close the stream; the peer's `receive` returns None. May be called twice."""
+        self._flush()
         with contextlib.suppress(Exception):
             self._writer.close()
 
 
-def error_message(error: LilliputError, *, step_id: int = 0, closed: bool = False) -> pb.Message:
+def error_message(error: LilliputError, *, step_id: int = 0, closed: bool = False, session: int = 0) -> pb.Message:
     """The message that reports `error` to the peer."""
     body = pb.Error(
         code=pb.ErrorCode.Value(error.code),
@@ -138,7 +181,7 @@ def error_message(error: LilliputError, *, step_id: int = 0, closed: bool = Fals
     if isinstance(error, Busy):
         body.wait_seconds = error.wait_seconds or 0.0
         body.queue_length = error.queue_length or 0
-    return pb.Message(error=body)
+    return pb.Message(error=body, session=session)
 
 
 def error_of(body: pb.Error) -> LilliputError:

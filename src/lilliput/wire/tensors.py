@@ -11,7 +11,6 @@ Codecs apply to floating-point tensors; integers travel as they are and booleans
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import numpy as np
 import torch
@@ -55,7 +54,7 @@ def encode(name: str, tensor: torch.Tensor, codec: str = "none") -> tuple[pb.Ten
     if not tensor.is_floating_point():
         codec = "none"
     if tensor.dtype == torch.bool:
-        buffers = [memoryview(np.packbits(tensor.contiguous().numpy().reshape(-1)))]
+        buffers = [_view(np.packbits(tensor.contiguous().numpy().reshape(-1)))]
     elif codec == "int8":
         wide = tensor.float()
         scale = wide.abs().amax(dim=-1, keepdim=True).div_(127)
@@ -118,11 +117,15 @@ def decode(header: pb.Tensor, data: bytes | memoryview) -> torch.Tensor:
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return _view(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def _view(array: np.ndarray) -> memoryview:
+    return memoryview(array)  # type: ignore[arg-type]  # numpy's annotations do not say that arrays are buffers
 
 
 def _tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     if out.numel():
-        cast(np.ndarray, out.view(-1).view(torch.uint8).numpy())[:] = np.frombuffer(data, np.uint8)
+        out.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
     return out

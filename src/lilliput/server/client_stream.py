@@ -1,0 +1,140 @@
+"""`rpc_forward_incremental`: one stream from a client, with any number of its sessions.
+
+Sessions of one client share a stream because their steps come and go together: what is read in one turn of the loop is
+handed to the engine at once and runs in one pass, and the outputs leave in one write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from lilliput.engine.session import CacheSession, Step
+from lilliput.errors import BadRequest, Busy, LilliputError
+from lilliput.server.served_session import ServedSession
+from lilliput.server.service import Service
+from lilliput.wire import lilliput_pb2 as pb
+from lilliput.wire.channel import Channel, Received, error_message
+
+#: steps under way, for each session of the stream; past that the stream is not read
+_IN_FLIGHT_PER_SESSION = 8
+#: a stream with so many sessions gets no more: open another one
+_MAX_SESSIONS = 1024
+
+
+class ClientStream:
+    """Serves one stream from its first message to its end.
+
+    :ivar peer: the client's peer id, authenticated by libp2p
+    """
+
+    def __init__(self, service: Service, channel: Channel, peer: str) -> None:
+        self.service, self.channel, self.peer = service, channel, peer
+        self.loop = asyncio.get_running_loop()
+        self.in_flight = 0
+        self._room = asyncio.Event()
+        self._sessions: dict[int, ServedSession] = {}
+        self._arrived: list[tuple[CacheSession, Step]] = []
+        self._closing = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until the client closes the stream or disappears, or its only session ends."""
+        reading = self.loop.create_task(self._read())
+        closing = self.loop.create_task(self._closing.wait())
+        # a stream must begin with an open message, and an empty one is not kept for ever
+        idle = self.loop.create_task(self._watch())
+        self.service.streams.add(self)
+        try:
+            await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and (error := reading.exception()) is not None:
+                if not isinstance(error, LilliputError):
+                    raise error
+                # not a message: nothing that follows can be understood
+                for number in list(self._sessions) or [0]:
+                    self.channel.post(error_message(error, closed=True, session=number))
+        finally:
+            self.service.streams.discard(self)
+            for task in (reading, closing, idle):
+                task.cancel()
+            await asyncio.gather(reading, closing, idle, return_exceptions=True)
+            for session in list(self._sessions.values()):
+                session.release()
+
+    def end(self, why: LilliputError) -> None:
+        """Tell every session why it ends, and close the stream."""
+        for session in list(self._sessions.values()):
+            session.end(why)
+        self._closing.set()
+
+    # ---- for its sessions ----
+
+    def post(self, number: int, message: pb.Message, hidden: torch.Tensor | None = None, codec: str = "none") -> None:
+        message.session = number
+        self.channel.post(message, {"hidden": hidden} if hidden is not None else None, codec=codec)
+
+    def submit(self, session: CacheSession, step: Step) -> None:
+        """Hand a step to the engine, together with all others that are read in this turn of the loop."""
+        self.in_flight += 1
+        if not self._arrived:
+            self.loop.call_soon(self._submit_arrived)
+        self._arrived.append((session, step))
+
+    def answered(self) -> None:
+        self.in_flight -= 1
+        self._room.set()
+
+    def forget(self, number: int) -> None:
+        """A session has ended."""
+        self._sessions.pop(number, None)
+        if number == 0:
+            self._closing.set()
+
+    # ---- reading ----
+
+    async def _read(self) -> None:
+        while (received := await self.channel.receive()) is not None:
+            self._take(received)
+            if self.channel.congested:  # a client that does not read is not read either
+                self._submit_arrived()
+                await self.channel.drain()
+            while self.in_flight >= _IN_FLIGHT_PER_SESSION * max(1, len(self._sessions)):
+                self._room.clear()
+                self._submit_arrived()
+                await self._room.wait()
+
+    def _take(self, received: Received) -> None:
+        number = received.session
+        session = self._sessions.get(number)
+        if session is not None:
+            session.take(received)
+            return
+        try:
+            if received.kind != "open":
+                raise BadRequest(f"a session begins with an open message, not with a {received.kind!r}")
+            if len(self._sessions) >= _MAX_SESSIONS:
+                raise Busy(f"{_MAX_SESSIONS} sessions on one stream; open another")
+            session = ServedSession(self, number, received.body)  # type: ignore[arg-type]
+        except LilliputError as e:
+            if received.kind in ("open", "step") or number == 0:  # others may be late for a session that has ended
+                self.channel.post(error_message(e, closed=True, session=number))
+            if number == 0:
+                self._closing.set()
+            return
+        self._sessions[number] = session
+        session.ask_for_place()
+
+    def _submit_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self.service.engine.submit_all(arrived)
+
+    async def _watch(self) -> None:
+        await asyncio.sleep(self.service.first_step_seconds)
+        if not self._sessions:
+            self.channel.post(error_message(BadRequest("no open message came"), closed=True))
+            self._closing.set()
+        while True:
+            await asyncio.sleep(self.service.idle_seconds)
+            if not self._sessions:
+                self._closing.set()

@@ -1,0 +1,271 @@
+"""One session as its server sees it: its place, its cache, its silence, its end.
+
+    Open -> Info (in the queue: an Info at every change of place, the last one accepts) -> Step -> Output ... -> Close
+
+Everything here runs on the server's loop, in callbacks that never wait; the engine computes in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.errors import BadRequest, Busy, CacheFull, LilliputError, ServerFailure, SessionExpired
+from lilliput.server.admission import Ticket
+from lilliput.wire import lilliput_pb2 as pb
+from lilliput.wire.channel import Received, error_message
+from lilliput.wire.prefix import GRAIN, KEY_BYTES
+from lilliput.wire.tensors import check_codec
+
+if TYPE_CHECKING:
+    from lilliput.server.client_stream import ClientStream
+
+logger = logging.getLogger(__name__)
+
+_MAX_ROWS = 1024
+_TENSORS = {"hidden", "mask", "position_ids", "prompts"}
+
+
+class ServedSession:
+    """A session from its open message on. Raises what is wrong with that.
+
+    :param number: which of the stream's sessions it is
+    """
+
+    def __init__(self, stream: ClientStream, number: int, body: pb.Open) -> None:
+        service = stream.service
+        service.check_blocks(body.model, body.start, body.end)
+        if not 0 < body.rows <= _MAX_ROWS:
+            raise BadRequest(f"a session has 1 to {_MAX_ROWS} rows, not {body.rows}")
+        if body.max_length < 1:
+            raise BadRequest("max_length must be at least 1 token")
+        if body.bid != body.bid:
+            raise BadRequest("the bid is not a number")
+        if body.adapter:
+            raise BadRequest(f"this server has no adapter {body.adapter!r}")
+        self._prefix = _split_keys(body.prefix, body.rows)
+        self._codec = check_codec(body.codec)
+        self._pages = service.admission.pages_for(body.rows, body.max_length)
+        self._service, self._stream, self._number, self._body = service, stream, number, body
+        self._ticket: Ticket | None = None
+        self._session: CacheSession | None = None
+        self._opening: Future[CacheSession] | None = None
+        self._in_flight = 0
+        self._stepped = self._ended = False
+        self._opened = time.monotonic()
+        self._heard = stream.loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- its place ----
+
+    def ask_for_place(self) -> None:
+        """Enter the queue, or start at once."""
+        admission, body = self._service.admission, self._body
+        self._watch()
+        try:
+            ticket = admission.ask(
+                self._pages, bid=body.bid, peer=self._stream.peer, changed=self._place_changed, queue=not body.no_queue
+            )
+        except LilliputError as e:
+            if isinstance(e, Busy) and e.queue_length and e.wait_seconds is None:
+                e.wait_seconds = self._service.expected_wait(e.queue_length)
+            self.end(e)
+            return
+        self._ticket = ticket
+        self._place_changed()
+
+    def _place_changed(self) -> None:
+        ticket = self._ticket
+        if ticket is None or self._ended:
+            return
+        if not ticket.granted:
+            self._post(pb.Message(info=self._info(accepted=False)))
+            return
+        body = self._body
+        self._opening = self._service.engine.open(
+            body.start,
+            body.end,
+            rows=body.rows,
+            max_length=body.max_length,
+            bid=body.bid,
+            owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
+            prefix=self._prefix or None,
+        )
+        self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
+
+    def _accepted(self, opening: Future[CacheSession]) -> None:
+        if self._ended:
+            return  # `release` closes it
+        self._session = opening.result()
+        self._heard = self._stream.loop.time()
+        self._watch()
+        info = self._info(accepted=True)
+        info.cached_tokens = self._session.length
+        self._post(pb.Message(info=info))
+
+    def _info(self, *, accepted: bool) -> pb.Info:
+        service, ticket = self._service, self._ticket
+        assert ticket is not None
+        return pb.Info(
+            accepted=accepted,
+            queue_length=ticket.queue_length,
+            start_seconds=0.0 if accepted else service.expected_wait(ticket.queue_length),
+            tokens_per_second=service.engine.rates.session_tokens_per_second,
+            max_length=service.admission.max_length,
+            max_step_tokens=service.max_step_tokens,
+        )
+
+    # ---- its messages ----
+
+    def take(self, received: Received) -> None:
+        """A message from the client."""
+        self._heard = self._stream.loop.time()
+        body: Any = received.body
+        if received.kind == "step":
+            try:
+                self._step(received)
+            except LilliputError as e:
+                self._post(error_message(e, step_id=body.step_id))
+            except Exception as e:  # one client's step must not end another's session
+                logger.exception("a step could not be taken")
+                self._post(error_message(ServerFailure(f"the step could not be taken: {e}"), step_id=body.step_id))
+        elif received.kind == "ping":
+            self._post(pb.Message(pong=pb.Pong(id=body.id)))
+        elif received.kind == "close":
+            self.release()
+        else:
+            self._post(error_message(BadRequest(f"a {received.kind!r} message makes no sense inside a session")))
+
+    def _step(self, received: Received) -> None:
+        body: Any = received.body
+        session, service = self._session, self._service
+        if session is None:
+            raise BadRequest("this session has not been accepted yet; wait for the info message that says so")
+        hidden = received.tensors.get("hidden")
+        if hidden is None:
+            raise BadRequest("a step needs the tensor 'hidden' [rows, tokens, hidden]")
+        if hidden.dim() != 3 or 0 in hidden.shape:
+            raise BadRequest(f"hidden states must be [rows, tokens, hidden], not {list(hidden.shape)}")
+        if hidden.shape[0] * hidden.shape[1] > service.max_step_tokens:
+            raise BadRequest(
+                f"{hidden.shape[0]} rows x {hidden.shape[1]} tokens in one step; "
+                f"at most {service.max_step_tokens}: send them in several steps"
+            )
+        if unknown := set(received.tensors) - _TENSORS:
+            raise BadRequest(f"a step has no tensors named {', '.join(sorted(unknown))}")
+        if body.max_length > session.max_length:
+            self._extend(session, body.max_length)
+        step_id: int = body.step_id
+        self._stepped = True
+        self._in_flight += 1
+        self._stream.submit(
+            session,
+            Step(
+                hidden,
+                step_id=step_id,
+                start_position=body.start_position if body.HasField("start_position") else None,
+                parents=list(body.parents) or None,
+                mask=received.tensors.get("mask"),
+                position_ids=received.tensors.get("position_ids"),
+                prompts=received.tensors.get("prompts"),
+                hashes=_split_keys(body.hashes, hidden.shape[0]) or None,
+                done=lambda result: self._soon(self._deliver, step_id, result),
+            ),
+        )
+
+    def _extend(self, session: CacheSession, max_length: int) -> None:
+        service, ticket = self._service, self._ticket
+        assert ticket is not None
+        pages = service.admission.pages_for(session.max_rows, max_length)
+        if not service.admission.extend(ticket, pages):
+            raise CacheFull(
+                f"there is no room now to extend the session from {session.max_length} to {max_length} tokens per row"
+            )
+        service.engine.extend(session, max_length)  # before the step that follows, the engine keeps the order
+
+    def _deliver(self, step_id: int, result: StepOutput | LilliputError) -> None:
+        self._stream.answered()
+        self._in_flight -= 1
+        self._heard = self._stream.loop.time()
+        if self._ended:
+            return
+        if isinstance(result, LilliputError):
+            self._post(error_message(result, step_id=step_id))
+            return
+        output = pb.Output(
+            step_id=step_id,
+            length=result.length,
+            queued_ms=result.queued_seconds * 1e3,
+            compute_ms=result.compute_seconds * 1e3,
+            computed_tokens=result.computed_tokens,
+            max_length=self._session.max_length if self._session is not None else 0,
+        )
+        self._stream.post(self._number, pb.Message(output=output), result.hidden, self._codec)
+
+    # ---- its end ----
+
+    def end(self, why: LilliputError) -> None:
+        """Tell the client why the session ends, and end it."""
+        if not self._ended:
+            self._post(error_message(why, closed=True))
+            self.release()
+
+    def release(self) -> None:
+        """Give the cache back; then whoever waits may have the place. May be called twice."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._stream.forget(self._number)
+        service, ticket = self._service, self._ticket
+        if ticket is None:
+            return
+        if self._opening is None:
+            service.admission.leave(ticket)
+            return
+
+        def close(opening: Future[CacheSession]) -> None:
+            # the place is free when the pages are
+            service.engine.close(opening.result()).add_done_callback(
+                lambda closing: self._soon(service.admission.leave, ticket)
+            )
+
+        self._opening.add_done_callback(close)
+        service.saw_session(self._opened)
+
+    def _watch(self) -> None:
+        """End the session when nothing comes from the client for too long."""
+        if self._timer is not None:
+            self._timer.cancel()
+        loop, service = self._stream.loop, self._service
+        first = self._session is not None and not self._stepped
+        limit = service.first_step_seconds if first else service.idle_seconds
+        silent = loop.time() - self._heard
+        if silent >= limit and not self._in_flight:
+            what = "no first step" if first else "nothing"
+            self.end(SessionExpired(f"the session was closed: {what} came for {limit:g} s"))
+            return
+        self._timer = loop.call_later(max(0.02, limit - silent) if not self._in_flight else limit, self._watch)
+
+    def _post(self, message: pb.Message) -> None:
+        self._stream.post(self._number, message)
+
+    def _soon(self, function: Any, *args: Any) -> None:
+        """Call on the loop, from any thread. When the server stops, the loop may be gone."""
+        with contextlib.suppress(RuntimeError):
+            self._stream.loop.call_soon_threadsafe(function, *args)
+
+
+def _split_keys(data: bytes, rows: int) -> list[list[bytes]]:
+    """[rows, n] page keys; empty if there are none."""
+    if len(data) % (KEY_BYTES * rows):
+        raise BadRequest(f"the page keys are not {rows} equal lists of {KEY_BYTES}-byte keys ({GRAIN} tokens each)")
+    keys = [data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES)]
+    each = len(keys) // rows
+    return [keys[i : i + each] for i in range(0, len(keys), each)] if each else []
