@@ -347,7 +347,8 @@ class AsyncInferenceSession:
                 async with turn:  # outputs come in order, and so does whoever waits for the lock
                     await slot.acquire()
                     try:
-                        future = await hop.send(
+                        await hop.drain()
+                        answer = hop.send(
                             part,
                             position=first_position + begin,
                             tensors=extras,
@@ -359,7 +360,7 @@ class AsyncInferenceSession:
                         slot.release()
                         raise
                 try:
-                    part = await hop.output(future)
+                    part = await answer
                 finally:
                     slot.release()
             return _as(part, rows, end - begin, dtype, self._hops[-1])

@@ -14,7 +14,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from lilliput.client.peer_stream import PeerStream
 from lilliput.client.route import Hop, find_chain
+from lilliput.client.server_stream import ServerStream
 from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -22,6 +24,8 @@ from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
+from lilliput.wire.protocol import FORWARD_INCREMENTAL
+from lilliput.wire.protocol import FORWARD_INCREMENTAL
 
 T = TypeVar("T")
 
@@ -68,7 +72,10 @@ class Connection:
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._banned: dict[str, float] = {}
+        self._session_streams: dict[str, asyncio.Future[ServerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
+        self._session_streams: dict[str, PeerStream] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def node(self) -> Node:
         """The peer, once it has started. Raises what went wrong if it could not."""
@@ -140,6 +147,30 @@ class Connection:
         """A new stream to a server. Raises `Unreachable`."""
         return await (await self.node()).open(peer_id, call, within=within)
 
+    async def session_stream(self, peer_id: str, *, within: float) -> PeerStream:
+        """The stream that carries this client's sessions on a server. Raises `Unreachable`."""
+        async with self._opening[peer_id]:
+            stream = self._session_streams.get(peer_id)
+            if stream is None or not stream.is_open:
+                channel = await self.open(peer_id, FORWARD_INCREMENTAL, within=within)
+                stream = self._session_streams[peer_id] = PeerStream(channel, peer_id, self._session_stream_ended)
+            return stream
+
+    def _session_stream_ended(self, stream: PeerStream) -> None:
+        self._session_streams = {peer: s for peer, s in self._session_streams.items() if s is not stream}
+
+    async def stream(self, peer_id: str, *, within: float) -> tuple[ServerStream, bool]:
+        """The stream for sessions on a server, and whether it was opened just now. Raises `Unreachable`."""
+        opening = self._session_streams.get(peer_id)
+        if opening is not None and (not opening.done() or _is_usable(opening)):
+            return await asyncio.shield(opening), False
+
+        async def open_stream() -> ServerStream:
+            return ServerStream(await self.open(peer_id, FORWARD_INCREMENTAL, within=within), peer_id)
+
+        opening = self._session_streams[peer_id] = asyncio.ensure_future(open_stream())
+        return await asyncio.shield(opening), True
+
     async def ask(
         self,
         peer_id: str,
@@ -191,9 +222,15 @@ class Connection:
             for channel in channels:
                 channel.close()
         self._streams.clear()
+        for stream in list(self._session_streams.values()):
+            stream.close()
         self._starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, LilliputError):
             await (await self._starting).stop()
+
+
+def _is_usable(opening: asyncio.Future[ServerStream]) -> bool:
+    return opening.done() and not opening.cancelled() and opening.exception() is None and opening.result().usable
 
 
 def _same_model(records: list[ServerRecord], fingerprint: str) -> list[ServerRecord]:

@@ -1,28 +1,30 @@
-"""One session on one server: a stream on which steps go out and outputs come back."""
+"""One session on one server: steps go out, outputs come back."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from lilliput.client.peer_stream import PeerStream
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
+from lilliput.client.server_stream import ServerStream
 from lilliput.errors import Busy, LilliputError, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
-from lilliput.wire.channel import Channel, Received, error_of
+from lilliput.wire.channel import Received, error_of
 from lilliput.wire.limits import PING_FRACTION, SESSION_IDLE_SECONDS
-from lilliput.wire.protocol import FORWARD_INCREMENTAL
 
 #: told about every change of place in a server's queue
 QueueCallback = Callable[[Hop, pb.Info], None]
 
 _TICK_SECONDS = 2.5
 _PING_SECONDS = SESSION_IDLE_SECONDS * PING_FRACTION
-_CLOSE_SECONDS = 1.0
+
+#: resolves to the outputs of a step, `[rows, tokens, hidden]`
+Answer = asyncio.Future[torch.Tensor]
 
 
 @dataclass
@@ -40,8 +42,8 @@ class HopStats:
 class ServerSession:
     """A session on the server of `hop`. Open it with `await ServerSession.open(...)`.
 
-    Steps may be sent before earlier ones are answered; the server takes them in order. When the stream breaks, every
-    step that waits and every later one raises the same error, kept in `broken`.
+    Steps may be sent before earlier ones are answered; the server takes them in order. When the session ends, by
+    whatever cause, every step that waits and every later one raises the same error, kept in `broken`.
 
     Attributes:
         cached_tokens: of the prefix, found in the server's cache when the session opened
@@ -50,23 +52,23 @@ class ServerSession:
         max_step_tokens: rows x tokens that it takes in one step
     """
 
-    def __init__(self, remote: RemoteModel, hop: Hop, channel: Channel, max_length: int) -> None:
+    def __init__(self, remote: RemoteModel, hop: Hop, stream: ServerStream, max_length: int) -> None:
         self.hop, self.stats = hop, HopStats()
         self.broken: LilliputError | None = None
         self.max_length = self.limit = max_length
         self.max_step_tokens = self.cached_tokens = 0
         self._codec, self._patience = remote.codec, remote.patience
-        self._channel = channel
+        self._loop = asyncio.get_running_loop()
         self._rows = 0
         self._parents: list[int] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._sending = asyncio.Lock()
-        self._waiting: dict[int, tuple[asyncio.Future[tuple[torch.Tensor, pb.Output]], float]] = {}
-        self._next_id = 1
+        self._infos: asyncio.Queue[pb.Info | None] = asyncio.Queue()
+        self._waiting: dict[int, tuple[Answer, float]] = {}
+        self._last_id = 0
         self._last_sent = self._last_heard = self._loop.time()
         self._asked_for_life: float | None = None
-        self._reader: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._stream = stream
+        self._number = stream.join(self)
 
     @classmethod
     async def open(
@@ -85,39 +87,35 @@ class ServerSession:
 
         Raises `Unreachable`, `Busy` with the expected wait, or whatever reason the server has to refuse.
         """
-        patience = remote.patience
-        channel = await remote.connection.open(hop.peer_id, FORWARD_INCREMENTAL, within=patience.connect)
-        session = cls(remote, hop, channel, max_length)
-        try:
-            await channel.send(
-                pb.Message(
-                    open=pb.Open(
-                        model=remote.name,
-                        start=hop.start,
-                        end=hop.end,
-                        max_length=max_length,
-                        rows=rows,
-                        bid=bid,
-                        adapter=remote.adapter,
-                        session_id=session_id,
-                        codec=remote.codec,
-                        prefix=prefix,
-                        no_queue=patience.queue <= 0,
-                    )
-                )
-            )
-            info = await session._await_place(on_queue)
-        except BaseException as e:
-            channel.close()
-            if isinstance(e, LilliputError):
-                session._named(e)
-            raise
+        question = pb.Open(
+            model=remote.name,
+            start=hop.start,
+            end=hop.end,
+            max_length=max_length,
+            rows=rows,
+            bid=bid,
+            adapter=remote.adapter,
+            session_id=session_id,
+            codec=remote.codec,
+            prefix=prefix,
+            no_queue=remote.patience.queue <= 0,
+        )
+        while True:
+            stream, is_new = await remote.connection.stream(hop.peer_id, within=remote.patience.connect)
+            session = cls(remote, hop, stream, max_length)
+            stream.post(session._number, pb.Message(open=question))
+            try:
+                info = await session._await_place(on_queue)
+                break
+            except BaseException as e:
+                await session.close()
+                if is_new or stream.usable or not isinstance(e, Unreachable):
+                    raise
+                # the server had closed a stream that nobody used, before it heard of us
         session.cached_tokens = info.cached_tokens
         session.max_step_tokens = info.max_step_tokens or rows
         session.limit = info.max_length or max_length
         session._rows = rows if info.cached_tokens else 0
-        session._last_heard = session._loop.time()
-        session._reader = asyncio.create_task(session._read())
         session._tick()
         return session
 
@@ -125,7 +123,7 @@ class ServerSession:
         patience = self._patience
         info = await self._next_info(patience.open)
         if info is None:
-            raise Unreachable(f"no answer within {patience.open:.0f} s", self.hop.peer_id)
+            raise self._named(Unreachable(f"no answer within {patience.open:.0f} s", self.hop.peer_id))
         until = self._loop.time() + patience.queue
         while not info.accepted:
             if on_queue is not None:
@@ -133,16 +131,21 @@ class ServerSession:
             later = await self._next_info(until - self._loop.time())
             if later is None:
                 text = f"still {info.queue_length} sessions before this one after {patience.queue:.0f} s"
-                raise Busy(text, info.start_seconds or None, info.queue_length)
+                raise self._named(Busy(text, info.start_seconds or None, info.queue_length))
             info = later
         return info
 
     async def _next_info(self, within: float) -> pb.Info | None:
+        """What the server says next, or None if it says nothing within so many seconds."""
         try:
             async with asyncio.timeout(max(within, 0)):
-                return (await self._channel.expect("info")).body  # type: ignore[return-value]
+                info = await self._infos.get()
         except TimeoutError:
             return None
+        if info is None:
+            assert self.broken is not None
+            raise self.broken
+        return info
 
     def reorder(self, parents: Sequence[int]) -> None:
         """Before the next step, new row i continues old row `parents[i]`."""
@@ -164,17 +167,11 @@ class ServerSession:
         :param hashes: keys of the grains that the step completes
         :param max_length: ask for a longer session first
         """
-        future = await self.send(
-            hidden,
-            position=position,
-            tensors=tensors,
-            hashes=hashes,
-            max_length=max_length,
-            request_id=request_id,
+        return await self.send(
+            hidden, position=position, tensors=tensors, hashes=hashes, max_length=max_length, request_id=request_id
         )
-        return await self.output(future)
 
-    async def send(
+    def send(
         self,
         hidden: torch.Tensor,
         *,
@@ -183,12 +180,12 @@ class ServerSession:
         hashes: bytes = b"",
         max_length: int = 0,
         request_id: str = "",
-    ) -> asyncio.Future[tuple[torch.Tensor, pb.Output]]:
-        """The first half of `step`: hand its result to `output`."""
+    ) -> Answer:
+        """The first half of `step`: await what it returns."""
         if self.broken is not None:
             raise self.broken
         rows = hidden.shape[0]
-        step_id, self._next_id = self._next_id, self._next_id + 1
+        self._last_id += 1
         parents, self._parents = self._parents, None
         if self._rows == 0:
             parents = None  # nothing there to be reordered
@@ -197,7 +194,7 @@ class ServerSession:
         self._rows = rows
         message = pb.Message(
             step=pb.Step(
-                step_id=step_id,
+                step_id=self._last_id,
                 start_position=position,
                 parents=parents,
                 hashes=hashes,
@@ -205,95 +202,78 @@ class ServerSession:
                 request_id=request_id,
             )
         )
-        future: asyncio.Future[tuple[torch.Tensor, pb.Output]] = self._loop.create_future()
-        now = self._loop.time()
-        self._waiting[step_id] = future, now + self._patience.step
-        try:
-            async with self._sending:
-                self._last_sent = now
-                await self._channel.send(message, {"hidden": hidden, **(tensors or {})}, codec=self._codec)
-        except LilliputError as e:
-            self._waiting.pop(step_id, None)
-            if isinstance(e, Unreachable):
-                self._break(e)
-            raise
-        except BaseException:
-            self._waiting.pop(step_id, None)
-            self._break(Unreachable("a step was interrupted while it was sent", self.hop.peer_id))
-            raise
+        self._last_sent = self._loop.time()
+        self._stream.post(
+            self._number, message, {"hidden": hidden, **tensors} if tensors else {"hidden": hidden}, codec=self._codec
+        )
         self.stats.bytes_sent += sum(header.nbytes for header in message.tensors)
-        return future
+        answer: Answer = self._loop.create_future()
+        self._waiting[self._last_id] = answer, self._last_sent + self._patience.step
+        return answer
 
-    async def output(self, future: asyncio.Future[tuple[torch.Tensor, pb.Output]]) -> torch.Tensor:
-        """The second half of `step`."""
-        hidden, output = await future
-        stats = self.stats
-        stats.steps += 1
-        stats.computed_tokens += output.computed_tokens
-        stats.queued_ms += output.queued_ms
-        stats.compute_ms += output.compute_ms
-        stats.bytes_received += hidden.numel() * hidden.element_size()
-        if output.max_length:
-            self.max_length = output.max_length
-        return hidden
+    async def drain(self) -> None:
+        """Wait while much is still to be sent to this server. Raises `Unreachable`."""
+        await self._stream.drain()
 
     async def close(self) -> None:
-        """Say goodbye and close the stream. May be called twice, and when the stream is broken."""
+        """Say goodbye. May be called twice, and when the session is broken."""
         if self.broken is None:
-            self._fail_waiting(Unreachable("the session was closed", self.hop.peer_id))
-            with contextlib.suppress(LilliputError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_SECONDS), self._sending:
-                    await self._channel.send(pb.Message(close=pb.Close()))
-        self._channel.close()
-        if self._reader is not None:
-            self._reader.cancel()
+            self._stream.post(self._number, pb.Message(close=pb.Close()))
+            self.lost(Unreachable("the session was closed", self.hop.peer_id))
 
     # -- what comes back
 
-    async def _read(self) -> None:
-        try:
-            while (received := await self._channel.receive()) is not None:
-                self._last_heard = self._loop.time()
-                self._asked_for_life = None
-                if received.kind == "output":
-                    self._take_output(received)
-                elif received.kind == "error":
-                    self._take_error(received.body)  # type: ignore[arg-type]
-            self._break(Unreachable("the connection broke", self.hop.peer_id))
-        except LilliputError as e:
-            self._break(e)
+    def take(self, received: Received) -> None:
+        """A message for this session."""
+        self._last_heard = self._loop.time()
+        self._asked_for_life = None
+        if received.kind == "output":
+            self._take_output(received)
+        elif received.kind == "error":
+            self._take_error(received.body)  # type: ignore[arg-type]
+        elif received.kind == "info":
+            self._infos.put_nowait(received.body)  # type: ignore[arg-type]
 
     def _take_output(self, received: Received) -> None:
         body: pb.Output = received.body  # type: ignore[assignment]
         hidden = received.tensors.get("hidden")
         if hidden is None:
-            raise Unreachable("an output without hidden states", self.hop.peer_id)
-        future, _ = self._waiting.pop(body.step_id, (None, 0.0))
-        if future is not None and not future.done():
-            future.set_result((hidden, body))
+            self.lost(Unreachable("an output without hidden states", self.hop.peer_id))
+            return
+        stats = self.stats
+        stats.steps += 1
+        stats.computed_tokens += body.computed_tokens
+        stats.queued_ms += body.queued_ms
+        stats.compute_ms += body.compute_ms
+        stats.bytes_received += hidden.numel() * hidden.element_size()
+        if body.max_length:
+            self.max_length = body.max_length
+        answer, _ = self._waiting.pop(body.step_id, (None, 0.0))
+        if answer is not None and not answer.done():
+            answer.set_result(hidden)
 
     def _take_error(self, body: pb.Error) -> None:
-        error = error_of(body)
-        future, _ = self._waiting.pop(body.step_id, (None, 0.0))
-        if future is not None and not future.done():
-            future.set_exception(self._named(error))
+        error = self._named(error_of(body))
         if body.closed:
-            raise error
+            self.lost(error)
+            return
+        answer, _ = self._waiting.pop(body.step_id, (None, 0.0))
+        if answer is not None and not answer.done():
+            answer.set_exception(error)
 
-    def _break(self, error: LilliputError) -> None:
-        self._fail_waiting(error)
-        self._channel.close()
-
-    def _fail_waiting(self, error: LilliputError) -> None:
+    def lost(self, why: LilliputError) -> None:
+        """The session is over: whoever waits for something hears why, and so does whoever asks later."""
         if self.broken is None:
-            self.broken = self._named(error)
+            self.broken = self._named(why)
+            self._infos.put_nowait(None)
+            self._stream.leave(self._number)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for future, _ in self._waiting.values():
-            if not future.done():
-                future.set_exception(self.broken)
-                future.exception()  # whoever waited may be gone
+        for answer, _ in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.broken)
+                answer.exception()  # whoever waited may be gone
         self._waiting.clear()
 
     def _named(self, error: LilliputError) -> LilliputError:
@@ -317,13 +297,9 @@ class ServerSession:
             if self._asked_for_life is None:
                 self._asked_for_life = now
             self._last_sent = now
-            self._loop.create_task(self._ping())
+            self._stream.post(self._number, pb.Message(ping=pb.Ping(id=1)))
         return None
 
     def _give_up(self, why: str) -> None:
-        self._break(Unreachable(why, self.hop.peer_id))
-
-    async def _ping(self) -> None:
-        with contextlib.suppress(LilliputError):
-            async with self._sending:
-                await self._channel.send(pb.Message(ping=pb.Ping(id=1)))
+        self._stream.post(self._number, pb.Message(close=pb.Close()))
+        self.lost(Unreachable(why, self.hop.peer_id))
