@@ -16,7 +16,6 @@ import torch
 
 from lilliput.client.peer_stream import PeerStream
 from lilliput.client.route import Hop, find_chain
-from lilliput.client.server_stream import ServerStream
 from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -24,7 +23,6 @@ from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
-from lilliput.wire.protocol import FORWARD_INCREMENTAL
 from lilliput.wire.protocol import FORWARD_INCREMENTAL
 
 T = TypeVar("T")
@@ -72,10 +70,8 @@ class Connection:
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._banned: dict[str, float] = {}
-        self._session_streams: dict[str, asyncio.Future[ServerStream]] = {}
+        self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
-        self._session_streams: dict[str, PeerStream] = {}
-        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def node(self) -> Node:
         """The peer, once it has started. Raises what went wrong if it could not."""
@@ -147,26 +143,14 @@ class Connection:
         """A new stream to a server. Raises `Unreachable`."""
         return await (await self.node()).open(peer_id, call, within=within)
 
-    async def session_stream(self, peer_id: str, *, within: float) -> PeerStream:
-        """The stream that carries this client's sessions on a server. Raises `Unreachable`."""
-        async with self._opening[peer_id]:
-            stream = self._session_streams.get(peer_id)
-            if stream is None or not stream.is_open:
-                channel = await self.open(peer_id, FORWARD_INCREMENTAL, within=within)
-                stream = self._session_streams[peer_id] = PeerStream(channel, peer_id, self._session_stream_ended)
-            return stream
-
-    def _session_stream_ended(self, stream: PeerStream) -> None:
-        self._session_streams = {peer: s for peer, s in self._session_streams.items() if s is not stream}
-
-    async def stream(self, peer_id: str, *, within: float) -> tuple[ServerStream, bool]:
+    async def session_stream(self, peer_id: str, *, within: float) -> tuple[PeerStream, bool]:
         """The stream for sessions on a server, and whether it was opened just now. Raises `Unreachable`."""
         opening = self._session_streams.get(peer_id)
         if opening is not None and (not opening.done() or _is_usable(opening)):
             return await asyncio.shield(opening), False
 
-        async def open_stream() -> ServerStream:
-            return ServerStream(await self.open(peer_id, FORWARD_INCREMENTAL, within=within), peer_id)
+        async def open_stream() -> PeerStream:
+            return PeerStream(await self.open(peer_id, FORWARD_INCREMENTAL, within=within), peer_id)
 
         opening = self._session_streams[peer_id] = asyncio.ensure_future(open_stream())
         return await asyncio.shield(opening), True
@@ -222,14 +206,16 @@ class Connection:
             for channel in channels:
                 channel.close()
         self._streams.clear()
-        for stream in list(self._session_streams.values()):
-            stream.close()
+        for opening in self._session_streams.values():
+            opening.cancel()
+            if _is_usable(opening):
+                opening.result().close()
         self._starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, LilliputError):
             await (await self._starting).stop()
 
 
-def _is_usable(opening: asyncio.Future[ServerStream]) -> bool:
+def _is_usable(opening: asyncio.Future[PeerStream]) -> bool:
     return opening.done() and not opening.cancelled() and opening.exception() is None and opening.result().usable
 
 

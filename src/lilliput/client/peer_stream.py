@@ -1,63 +1,64 @@
-"""One stream to a server, shared by all sessions that this client has there.
-
-Steps that are sent in one turn of the loop leave in one write and run in one pass at the server; their outputs come
-back the same way. For sixteen streams of tokens that is a sixteenth of the messages that each process handles.
-"""
+"""One stream to a server, which all of a client's sessions there share."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
-from lilliput.errors import LilliputError, Unreachable
+from lilliput.errors import BadRequest, LilliputError, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received
 
+#: a stream with so many sessions gets no more (servers take somewhat more)
+MAX_SESSIONS = 512
+
 
 class Receiver(Protocol):
-    """What a session on a stream must be able to take."""
+    """A session, as its stream knows it."""
 
     def take(self, received: Received) -> None:
-        """A message of this session. May raise a `LilliputError`, which then ends the session."""
+        """A message for this session."""
 
-    def lost(self, error: LilliputError) -> None:
-        """Nothing will come any more."""
+    def lost(self, why: LilliputError) -> None:
+        """The stream has ended; nothing will come any more."""
 
 
 class PeerStream:
-    """Sessions of one client on one server. Closes with the last of them.
+    """Carries messages of many sessions, told apart by numbers.
 
-    :param ended: called once when the stream can take no more sessions
+    They share it because their steps come and go together: what is sent in one turn of the loop leaves in one write,
+    and the server runs it in one pass.
     """
 
-    def __init__(self, channel: Channel, peer_id: str, ended: Callable[[PeerStream], None]) -> None:
-        self._channel, self._peer_id, self._ended = channel, peer_id, ended
-        self._receivers: dict[int, Receiver] = {}
-        self._numbers = itertools.count(1)  # 0 would have the stream for itself
-        self._open = True
-        self._reader = asyncio.create_task(self._read())
+    def __init__(self, channel: Channel, peer_id: str) -> None:
+        self.peer_id = peer_id
+        self._channel = channel
+        self._sessions: dict[int, Receiver] = {}
+        self._last_number = 0
+        self._closed = False
+        self._reader = asyncio.get_running_loop().create_task(self._read())
 
     @property
-    def is_open(self) -> bool:
-        return self._open
+    def usable(self) -> bool:
+        """Whether a new session may join."""
+        return not self._closed and len(self._sessions) < MAX_SESSIONS
 
-    def attach(self, receiver: Receiver) -> int:
-        """The number of a new session."""
-        number = next(self._numbers)
-        self._receivers[number] = receiver
-        return number
+    def attach(self, session: Receiver) -> int:
+        """Give a session its number."""
+        if self._closed:
+            raise Unreachable("the connection broke", self.peer_id)
+        self._last_number += 1
+        self._sessions[self._last_number] = session
+        return self._last_number
 
     def detach(self, number: int) -> None:
-        """The session has ended. May be called twice."""
-        if self._receivers.pop(number, None) is not None and not self._receivers:
-            self.close()
+        """Nothing more is handed to this session."""
+        self._sessions.pop(number, None)
 
-    async def send(
+    def post(
         self,
         number: int,
         message: pb.Message,
@@ -65,45 +66,33 @@ class PeerStream:
         *,
         codec: str = "none",
     ) -> None:
-        """Send a session's message. Raises `Unreachable` if the stream is broken."""
+        """Send a message of a session, together with whatever else is posted in this turn of the loop."""
         message.session = number
-        await self._channel.send(message, tensors, codec=codec)
+        self._channel.post(message, tensors, codec=codec)
 
-    def post(self, number: int, message: pb.Message) -> None:
-        """Send a session's small message, if it can still be sent."""
-        message.session = number
-        if self._open:
-            self._channel.post(message)
+    async def drain(self) -> None:
+        """Wait while too much waits to be sent. Raises `Unreachable` if the stream is broken."""
+        await self._channel.drain()
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
-            self._ended(self)
-        self._channel.close()
+        """End the stream and all its sessions."""
+        self._end(Unreachable("the connection was closed", self.peer_id))
         self._reader.cancel()
 
     async def _read(self) -> None:
-        error: LilliputError
+        why: LilliputError = Unreachable("the connection broke", self.peer_id)
         try:
             while (received := await self._channel.receive()) is not None:
-                receiver = self._receivers.get(received.session)
-                if receiver is None:
-                    continue  # late, for a session that has ended
-                try:
-                    receiver.take(received)
-                except LilliputError as e:
-                    self._receivers.pop(received.session, None)
-                    receiver.lost(e)
-                    if not self._receivers:
-                        break
-            error = Unreachable("the connection broke", self._peer_id)
-        except LilliputError as e:
-            error = e
-        if self._open:
-            self._open = False
-            self._ended(self)
-        receivers, self._receivers = self._receivers, {}
-        for receiver in receivers.values():
-            with contextlib.suppress(LilliputError):
-                receiver.lost(error)
+                session = self._sessions.get(received.session)
+                if session is not None:  # it may have been closed meanwhile
+                    session.take(received)
+        except BadRequest as e:
+            why = Unreachable(f"sent what cannot be understood: {e}", self.peer_id)
+        self._end(why)
+
+    def _end(self, why: LilliputError) -> None:
+        self._closed = True
         self._channel.close()
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            session.lost(why)

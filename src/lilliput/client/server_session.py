@@ -11,7 +11,6 @@ import torch
 from lilliput.client.peer_stream import PeerStream
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
-from lilliput.client.server_stream import ServerStream
 from lilliput.errors import Busy, LilliputError, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_of
@@ -52,7 +51,7 @@ class ServerSession:
         max_step_tokens: rows x tokens that it takes in one step
     """
 
-    def __init__(self, remote: RemoteModel, hop: Hop, stream: ServerStream, max_length: int) -> None:
+    def __init__(self, remote: RemoteModel, hop: Hop, stream: PeerStream, max_length: int) -> None:
         self.hop, self.stats = hop, HopStats()
         self.broken: LilliputError | None = None
         self.max_length = self.limit = max_length
@@ -68,7 +67,7 @@ class ServerSession:
         self._asked_for_life: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._stream = stream
-        self._number = stream.join(self)
+        self._number = stream.attach(self)
 
     @classmethod
     async def open(
@@ -101,7 +100,7 @@ class ServerSession:
             no_queue=remote.patience.queue <= 0,
         )
         while True:
-            stream, is_new = await remote.connection.stream(hop.peer_id, within=remote.patience.connect)
+            stream, is_new = await remote.connection.session_stream(hop.peer_id, within=remote.patience.connect)
             session = cls(remote, hop, stream, max_length)
             stream.post(session._number, pb.Message(open=question))
             try:
@@ -266,7 +265,7 @@ class ServerSession:
         if self.broken is None:
             self.broken = self._named(why)
             self._infos.put_nowait(None)
-            self._stream.leave(self._number)
+            self._stream.detach(self._number)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
