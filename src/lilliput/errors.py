@@ -60,7 +60,10 @@ class Unreachable(SwarmError):
 
 
 class Busy(SwarmError):
-    """All places are taken. `wait_seconds` is the expected wait, `queue_length` how many sessions are before this one."""
+    """All places are taken.
+
+    `wait_seconds` is the expected wait, `queue_length` how many sessions must finish before this one can start.
+    """
 
     code = "BUSY"
 

@@ -264,7 +264,7 @@ class Engine:
         """Wait a moment for sessions that are about to bring their next token. True: look again."""
         now = time.perf_counter()
         first = float("inf")
-        for session, generating in self._sessions.items():
+        for generating in self._sessions.values():
             if generating.steps:
                 step = generating.steps[0]
                 if step.tokens > 1:

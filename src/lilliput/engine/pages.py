@@ -96,7 +96,9 @@ class PagePool:
     def check(self) -> None:
         """Audit: every page is exactly one of used, kept, free."""
         used = [page for page, references in enumerate(self._references) if references]
-        assert sorted([*used, *self._free, *self._idle]) == list(range(self.count)), "a page was lost or is listed twice"
+        assert sorted([*used, *self._free, *self._idle]) == list(range(self.count)), (
+            "a page was lost or is listed twice"
+        )
         assert all(self._page_of[key] == page for page, key in self._key_of.items())
         assert len(self._page_of) == len(self._key_of)
 

@@ -102,8 +102,8 @@ class CacheSession:
         #: tokens that its steps ran through the blocks
         self.computed_tokens = 0
         self.last_step: tuple[int, StepOutput] | None = None
-        #: for the engine, before the next round: pages to be copied, and pages to be cleared. (What a stranger left in a
-        #: page is multiplied with a weight of zero; that must not be zero times infinity.)
+        #: for the engine, before the next round: pages to be copied, and pages to be cleared
+        #: (what a stranger left in a page is multiplied with a weight of zero; that must not be zero times infinity)
         self.copies: list[tuple[int, int]] = []
         self.fresh: list[int] = []
 
@@ -114,7 +114,9 @@ class CacheSession:
         # a step past the session's length would have no room, and at least one token must be left to compute
         limit = (self.max_length - 1) // self._pool.page_size
         shared = min([limit, *(len(pages) for pages in found)])
-        self.rows = [Row(pages[:shared], list(keys[: shared * grains])) for pages, keys in zip(found, prefix, strict=True)]
+        self.rows = [
+            Row(pages[:shared], list(keys[: shared * grains])) for pages, keys in zip(found, prefix, strict=True)
+        ]
         for pages in found:
             for page in pages[shared:]:
                 self._pool.leave(page)
@@ -192,12 +194,17 @@ class CacheSession:
         if step.mask is not None:
             expected = f"bool [{step.rows} or 1, {step.tokens}, {length}]"
             shape = tuple(step.mask.shape)
-            if step.mask.dtype != torch.bool or shape not in ((step.rows, step.tokens, length), (1, step.tokens, length)):
+            if step.mask.dtype != torch.bool or shape not in (
+                (step.rows, step.tokens, length),
+                (1, step.tokens, length),
+            ):
                 raise BadRequest(f"the mask must be {expected}, not {step.mask.dtype} {list(shape)}")
         if step.position_ids is not None:
             ids = step.position_ids
             if ids.dtype not in (torch.int64, torch.int32) or tuple(ids.shape) != (step.rows, step.tokens):
-                raise BadRequest(f"position_ids must be int64 [{step.rows}, {step.tokens}], not {ids.dtype} {list(ids.shape)}")
+                raise BadRequest(
+                    f"position_ids must be int64 [{step.rows}, {step.tokens}], not {ids.dtype} {list(ids.shape)}"
+                )
             if ids.min() < 0 or ids.max() >= 1 << 31:
                 raise BadRequest("position_ids must be 0 or more, and below 2^31")
         if step.prompts is not None:

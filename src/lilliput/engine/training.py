@@ -76,7 +76,9 @@ def units(job: Pass, span: Span) -> Generator[None, None, torch.Tensor]:
 
 def _through(job: Pass, span: Span, part: slice, block: int, hidden: torch.Tensor) -> torch.Tensor:
     mask = job.mask if job.mask is None or job.mask.shape[0] == 1 else job.mask[part]
-    prompts = None if job.prompts is None else job.prompts[block - job.start : block - job.start + 1, part].to(span.dtype)
+    prompts = (
+        None if job.prompts is None else job.prompts[block - job.start : block - job.start + 1, part].to(span.dtype)
+    )
     positions = None if job.position_ids is None else job.position_ids[part].long()
     return span.dense(hidden, block, block + 1, mask=mask, position_ids=positions, prompts=prompts)
 

@@ -165,7 +165,10 @@ def _attend(
 
 
 def _weights(scores: torch.Tensor, bias: torch.Tensor, shape: AttentionShape, rows: int) -> torch.Tensor:
-    """Softmax with a soft cap and sinks. `scores`: unscaled, [rows * kv_heads, group, L] or [rows, kv_heads, group, T, L]."""
+    """Softmax with a soft cap and sinks.
+
+    :param scores: unscaled, [rows * kv_heads, group, length] or [rows, kv_heads, group, tokens, length]
+    """
     scores = scores * shape.scaling
     if shape.softcap is not None:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap

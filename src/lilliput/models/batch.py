@@ -107,10 +107,7 @@ class PackedBatch:
         if key not in self._memo:
             query = torch.arange(chunk.start, chunk.start + chunk.tokens)[:, None]
             slot = torch.arange(chunk.start + chunk.tokens)
-            if chunk.mask is not None:
-                allowed = chunk.mask
-            else:
-                allowed = (slot <= query)[None]
+            allowed = chunk.mask if chunk.mask is not None else (slot <= query)[None]
             if window is not None:
                 allowed = allowed & (slot > query - window)
             self._memo[key] = allowed

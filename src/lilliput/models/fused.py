@@ -28,7 +28,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 class RMSNorm:
     """x / rms(x) * weight, over the last dimension."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.weight: torch.Tensor = module.weight.detach()
         self.eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 1e-6)))
 
@@ -37,7 +37,7 @@ class RMSNorm:
 
 
 def rotary_tables(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
-    """From a family's `cos, sin` [..., dim] to tables for `rotate`: the sign of the swapped halves goes into the sine."""
+    """From a family's `cos, sin` [..., dim] to tables for `rotate`: the sign of the swapped half goes into the sine."""
     half = sin.shape[-1] // 2
     return cos[..., None, :], torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)[..., None, :]
 
@@ -125,7 +125,7 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def try_fuse(block: nn.Module, shape: AttentionShape, activation: str) -> FusedBlock | None:
-    """The block as a `FusedBlock`, or None if it has other parts. Whether it computes the same is for the caller to try."""
+    """The block as a `FusedBlock`, or None if it has other parts. Whether it computes the same, the caller must try."""
     try:
         if not shape.plain or shape.key_dim != shape.value_dim or activation not in ("silu", "swish"):
             return None
@@ -135,7 +135,9 @@ def try_fuse(block: nn.Module, shape: AttentionShape, activation: str) -> FusedB
             (_part(block, "mlp"), _MLP_PARTS),
         ):
             # parts without weights (dropout, activations) are not weighed: the trial run notices if they matter
-            others = {n for n, child in owner.named_children() if n not in known and any(True for _ in child.parameters())}
+            others = {
+                n for n, child in owner.named_children() if n not in known and any(True for _ in child.parameters())
+            }
             if others:
                 return None
         return FusedBlock(block, shape)

@@ -42,9 +42,11 @@ def read_config(files: ModelFiles) -> PreTrainedConfig:
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model below the head: embedding, blocks, final norm."""
-    base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+    base: Any = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
     decoder = getattr(base, "decoder", None)  # opt keeps its blocks one floor lower
-    return decoder if isinstance(decoder, nn.Module) and blocks_in(decoder) is not None else base
+    if isinstance(decoder, PreTrainedModel) and blocks_in(decoder) is not None:
+        return decoder
+    return base  # type: ignore[no-any-return]
 
 
 def blocks_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
@@ -74,9 +76,7 @@ def keep_span(start: int, end: int) -> Punch:
             if not start <= index < end:
                 blocks[index] = PassThrough()
         for name, child in list(base.named_children()):
-            if name in _FINAL_NORMS:
-                setattr(base, name, nn.Identity())
-            elif isinstance(child, nn.Embedding):
+            if name in _FINAL_NORMS or isinstance(child, nn.Embedding):
                 setattr(base, name, nn.Identity())
 
     return punch
@@ -117,7 +117,7 @@ def load_with_holes(
         family.__init__(self, *args, **kwargs)
         punch(self)
 
-    holed = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
+    holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
         with _quiet_transformers():
             model = holed.from_pretrained(
@@ -128,7 +128,7 @@ def load_with_holes(
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if missing:
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 
-def _kernels() -> Any | None:
+def _kernels() -> Any:
+    """oneDNN's operations as torch has them, or None."""
     ops = torch.ops.mkldnn
     names = ("_linear_pointwise", "_reorder_linear_weight")
     return ops if torch.backends.mkldnn.is_available() and all(hasattr(ops, name) for name in names) else None
@@ -32,8 +33,8 @@ class PackedLinear:
         weight = weight.detach()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
-        self._ops = _kernels() if weight.device.type == "cpu" else None
-        self._weight: torch.Tensor | None = weight
+        self._ops: Any = _kernels() if weight.device.type == "cpu" else None
+        self._weight: Any = weight
         self._packed: torch.Tensor | None = None
         self._packed_transpose: torch.Tensor | None = None
         if self._ops is not None:

@@ -1,7 +1,7 @@
 """A span of blocks, ready to compute: the model with holes, its attention over the paged cache.
 
-Two ways through the blocks. *Paged*: packed tokens of many sessions with their caches, for inference. *Dense*: whole rows
-without caches, differentiable, for training and scoring. Either runs any part `[start, end)` of the span.
+Two ways through the blocks. *Paged*: packed tokens of many sessions with their caches, for inference. *Dense*: whole
+rows without caches, differentiable, for training and scoring. Either runs any part `[start, end)` of the span.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Span:
             return rotary_tables(cos[0], sin[0]) if packed else rotary_tables(cos, sin)
 
     def _try_out(self, blocks: nn.ModuleList, fuse: bool) -> None:
-        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones against them."""
+        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones on them."""
         generator = torch.Generator().manual_seed(0)
         hidden = (torch.randn(2, 5, self.hidden_size, generator=generator) * _TRIAL_SCALE).to(self.dtype)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
@@ -243,7 +243,8 @@ class Span:
             self._through_family(hidden, positions, call)
             if set(self.shapes) != set(range(self.start, self.end)):
                 raise ModelError(
-                    f"{type(self._base).__name__} does not reach its attention through transformers' attention interface"
+                    f"{type(self._base).__name__} cannot be served: "
+                    "it does not reach its attention through transformers' attention interface"
                 )
             # `s_aux` is a parameter of the block itself: keep it as it is, without its history
             self.shapes = {

@@ -27,6 +27,7 @@ class ClientStream:
     """Serves one stream from its first message to its end.
 
     :ivar peer: the client's peer id, authenticated by libp2p
+    :ivar ended: done when the stream has ended
     """
 
     def __init__(self, service: Service, channel: Channel, peer: str) -> None:
@@ -37,6 +38,7 @@ class ClientStream:
         self._sessions: dict[int, ServedSession] = {}
         self._arrived: list[tuple[CacheSession, Step]] = []
         self._closing = asyncio.Event()
+        self.ended: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> None:
         """Until the client closes the stream or disappears, or its only session ends."""
@@ -60,6 +62,7 @@ class ClientStream:
             await asyncio.gather(reading, closing, idle, return_exceptions=True)
             for session in list(self._sessions.values()):
                 session.release()
+            self.ended.set_result(None)
 
     def end(self, why: LilliputError) -> None:
         """Tell every session why it ends, and close the stream."""

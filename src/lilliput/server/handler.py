@@ -75,7 +75,9 @@ class ConnectionHandler(ServicerBase):
         block = self._block(uid)
         wanted = 2 if backward else 1
         if len(tensors) != wanted:
-            raise BadRequest(f"{len(tensors)} tensors where {wanted} are due (inputs{', gradients' if backward else ''})")
+            raise BadRequest(
+                f"{len(tensors)} tensors where {wanted} are due (inputs{', gradients' if backward else ''})"
+            )
         job = Pass(block, block + 1, tensors[0], grad=tensors[1] if backward else None)
         # hivemind's uncompressed codec knows no bfloat16
         return serialize_torch_tensor((await self._service.run_pass(job)).float())
@@ -99,7 +101,7 @@ class ConnectionHandler(ServicerBase):
 
 
 async def serve_passes(service: Service, channel: Channel, kind: str) -> None:
-    """`rpc_forward` and `rpc_backward` over a span: messages of `kind`, each answered by an Output, until the stream ends."""
+    """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends."""
     while (received := await channel.receive()) is not None:
         try:
             if received.kind != kind:

@@ -31,9 +31,9 @@ from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
+from lilliput.server.client_stream import ClientStream
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.service import Service
-from lilliput.server.client_stream import ClientStream
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
@@ -186,7 +186,7 @@ class Server(hivemind.moe.Server):
         return self._ready
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Tell the sessions, withdraw the record, end the daemon and the engine. May be called twice, from any thread."""
+        """Tell the sessions, withdraw the record, end daemon and engine. May be called twice, from any thread."""
         self._shutdown_requested = True
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
@@ -336,12 +336,10 @@ class Server(hivemind.moe.Server):
     async def _farewell(self, node: Node, service: Service, record: ServerRecord) -> None:
         service.draining = True
         withdrawing = asyncio.ensure_future(directory.withdraw(node, record))
-        for stream in list(service.streams):
+        streams = list(service.streams)
+        for stream in streams:
             stream.end(Draining("this server is leaving; open a session elsewhere"))
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while service.streams and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        await asyncio.wait({withdrawing}, timeout=_FAREWELL_SECONDS)
+        await asyncio.wait({withdrawing, *(stream.ended for stream in streams)}, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
         logger.info("leaving; since the start: %s", service.engine.counters)
 

@@ -62,7 +62,9 @@ class Service:
     async def run_pass(self, job: Pass) -> torch.Tensor:
         """A forward or backward pass, awaited. Raises what the engine reports."""
         if job.hidden.dim() == 3 and job.hidden.shape[1] > self.admission.max_length:
-            raise BadRequest(f"{job.hidden.shape[1]} tokens a row; this server takes at most {self.admission.max_length}")
+            raise BadRequest(
+                f"{job.hidden.shape[1]} tokens a row; this server takes at most {self.admission.max_length}"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[torch.Tensor] = loop.create_future()
 

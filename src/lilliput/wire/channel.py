@@ -91,7 +91,8 @@ class Channel:
     def congested(self) -> bool:
         """Whether more waits to be sent than should."""
         return (
-            sum(len(part) for part in self._outgoing) + self._writer.transport.get_write_buffer_size() > _CONGESTED_BYTES
+            sum(len(part) for part in self._outgoing) + self._writer.transport.get_write_buffer_size()
+            > _CONGESTED_BYTES
         )
 
     async def drain(self) -> None:

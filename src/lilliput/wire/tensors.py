@@ -78,7 +78,9 @@ def check_header(header: pb.Tensor) -> int:
         raise BadRequest(f"tensor {header.name!r} has the unknown dtype {header.dtype!r}")
     codec = check_codec(header.codec)
     if len(header.shape) > _MAX_DIMENSIONS:
-        raise BadRequest(f"tensor {header.name!r} has {len(header.shape)} dimensions; at most {_MAX_DIMENSIONS} are taken")
+        raise BadRequest(
+            f"tensor {header.name!r} has {len(header.shape)} dimensions; at most {_MAX_DIMENSIONS} are taken"
+        )
     dtype, count = _DTYPES[header.dtype], math.prod(header.shape)
     if dtype == torch.bool:
         expected = -(-count // 8)
