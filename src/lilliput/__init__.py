@@ -30,7 +30,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("lilliput.errors")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from lilliput.collector import collector_paused
+
+    with collector_paused():
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

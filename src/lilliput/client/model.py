@@ -8,6 +8,7 @@ from typing import Any
 
 from lilliput.client.connection import Patience, SharedConnection
 from lilliput.client.remote import RemoteModel
+from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks, ModelError
 from lilliput.models.progress import Progress, silent
 from lilliput.models.sources import ModelFiles, resolve
@@ -83,10 +84,11 @@ class AutoDistributedModelForCausalLM:
 
 def _load(files: ModelFiles, remote: RemoteModel, shared: SharedConnection, dtype: Any) -> Any:
     # transformers takes a second or more to import: not before the connection is on its way
-    from lilliput.client.gate import Gate
-    from lilliput.client.generation import DistributedMixin
-    from lilliput.client.sequential import RemoteSequential
-    from lilliput.models.ends import load_ends
+    with collector_paused():
+        from lilliput.client.gate import Gate
+        from lilliput.client.generation import DistributedMixin
+        from lilliput.client.sequential import RemoteSequential
+        from lilliput.models.ends import load_ends
 
     blocks = RemoteSequential(remote, shared)
     gate = Gate(blocks)
