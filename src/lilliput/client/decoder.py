@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.errors import BadRequest
+
+T = TypeVar("T")
 
 #: picks the next token's id from the ids so far, int64 [1, n], and the logits, float32 [1, vocabulary]
 Sampler = Callable[[torch.Tensor, torch.Tensor], int]
@@ -60,6 +62,10 @@ class Decoder:
             self._closed = True
             self._arrived.notify()
         self._thread.join()
+
+    def run(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the connection's loop and wait for it."""
+        return self._model._shared.run(coro)  # type: ignore[no-any-return]
 
     async def stream(
         self,

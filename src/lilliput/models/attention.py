@@ -40,7 +40,7 @@ class AttentionShape:
 
 def new_pool(shape: AttentionShape, pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
     """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched."""
-    return torch.zeros(pages, 2 * shape.kv_heads, page_size, shape.cache_dim, dtype=dtype)
+    return torch.empty(pages, 2 * shape.kv_heads, page_size, shape.cache_dim, dtype=dtype)
 
 
 def write(pool: torch.Tensor, batch: PackedBatch, key: torch.Tensor, value: torch.Tensor) -> None:
