@@ -26,7 +26,7 @@ from lilliput.engine.rates import Rates
 from lilliput.engine.scheduler import Absent, Budget, Waiting, plan_round, worth_waiting
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.engine.training import Pass, check_pass, units
-from lilliput.errors import LilliputError, ServerFailure, SessionExpired
+from lilliput.errors import BadRequest, LilliputError, ServerFailure, SessionExpired
 from lilliput.models.span import Span
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ TRAINING_SHARE = 0.25
 _MOST_CREDIT = 0.1
 #: a session that stays away longer than this is not waited for (seconds)
 _FORGET_AFTER = 1.0
+_SHUTTING_DOWN = SessionExpired("the server is shutting down")
 
 
 def _both(
@@ -90,7 +91,7 @@ class Engine:
         self._round_seconds = 0.0
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._stopping = False
+        self._stopping = self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -165,9 +166,15 @@ class Engine:
 
         def add() -> None:
             try:
-                check_pass(job, self.span.hidden_size)
+                if self._stopped:
+                    raise _SHUTTING_DOWN
+                check_pass(job, self.span.hidden_size, self.span.dtype)
             except LilliputError as e:
                 job.done(e)
+                return
+            except Exception as e:
+                logger.exception("a training pass could not begin")
+                job.done(ServerFailure(f"the server failed to begin this pass: {e}"))
                 return
             self._training.append((job, units(job, self.span)))
 
@@ -178,6 +185,8 @@ class Engine:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except BaseException as e:
@@ -188,8 +197,11 @@ class Engine:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._wake:
-            self._inbox.append(action)
-            self._wake.notify()
+            if not self._stopped:
+                self._inbox.append(action)
+                self._wake.notify()
+                return
+        self._act(action)  # nobody else will; it finds no sessions, and says so
 
     # ---- the engine's thread ----
 
@@ -199,6 +211,9 @@ class Engine:
             return
         if step.step_id and session.last_step and session.last_step[0] == step.step_id:
             step.done(session.last_step[1])  # asked again: answered from memory
+            return
+        if step.step_id and step.step_id in session.past_steps:
+            step.done(BadRequest(f"step {step.step_id} was computed before, and its output is not kept any more"))
             return
         generating = self._sessions[session]
         for earlier in generating.steps:
@@ -238,7 +253,7 @@ class Engine:
             while generating.steps and not generating.steps[0].begun:
                 step = generating.steps[0]
                 try:
-                    session.begin(step, self.span.hidden_size, session.end - session.start)
+                    session.begin(step, self.span.hidden_size, self.span.dtype)
                     if step.mask is not None:
                         step.whole = looks_ahead(step.mask, session.length)
                         step.mask = attend_to_self(step.mask, session.length)
@@ -246,6 +261,9 @@ class Engine:
                 except LilliputError as e:
                     generating.steps.popleft()
                     step.done(e)
+                except Exception as e:  # the thread must live: others' sessions hang on it
+                    logger.exception("a step could not begin")
+                    self._fail(session, step, e)
 
     def _prepare_pages(self, session: CacheSession) -> None:
         if session.copies:
@@ -295,7 +313,10 @@ class Engine:
         plan = plan_round(waiting, self.budget)
         if not plan:
             return False
-        slices = [Slice(*heads[index], tokens) for index, tokens in plan.items()]
+        self._compute([Slice(*heads[index], tokens) for index, tokens in plan.items()])
+        return True
+
+    def _compute(self, slices: list[Slice]) -> None:
         begun = time.perf_counter()
         for s in slices:
             s.step.started = s.step.started or begun
@@ -304,9 +325,13 @@ class Engine:
             first = ordered[0].session
             outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
         except Exception as e:
-            logger.exception("a round of %d steps failed", len(slices))
-            self._fail(slices, e)
-            return True
+            if len(slices) > 1:  # one of them broke it; the others need not suffer
+                for s in slices:
+                    self._compute([s])
+                return
+            logger.exception("a step failed")
+            self._fail(slices[0].session, slices[0].step, e)
+            return
         took = time.perf_counter() - begun
         self._count(ordered, took)
         finite = bool(torch.isfinite(outputs.sum(dtype=torch.float32)))
@@ -314,9 +339,8 @@ class Engine:
             if finite or bool(torch.isfinite(output).all()):
                 self._advance(s, output, took)
             else:
-                self._fail([s], ValueError("its outputs are not finite numbers"))
+                self._fail(s.session, s.step, ValueError("its outputs are not finite numbers"))
         self._training_credit = min(self._training_credit, _MOST_CREDIT) + took * TRAINING_SHARE
-        return True
 
     def _advance(self, s: Slice, output: torch.Tensor, took: float) -> None:
         session, step = s.session, s.step
@@ -339,7 +363,7 @@ class Engine:
             compute_seconds=step.compute_seconds,
             computed_tokens=step.rows * step.tokens,
         )
-        session.last_step = (step.step_id, result)
+        session.remember(step, result)
         self.counters.steps += 1
         step.done(result)
 
@@ -355,14 +379,17 @@ class Engine:
         else:
             self.rates.saw_prefill(total, took)
 
-    def _fail(self, slices: list[Slice], error: Exception) -> None:
-        """A round broke: its steps get an error, their sessions stand where they stood before."""
+    def _fail(self, session: CacheSession, step: Step, error: Exception) -> None:
+        """A step broke: it gets an error, its session goes on without it."""
         self.counters.failures += 1
-        for s in slices:
-            generating = self._sessions[s.session]
-            generating.steps.popleft()
-            s.session.abandon(s.step)
-            s.step.done(ServerFailure(f"the server failed to compute this step: {error}"))
+        self._sessions[session].steps.popleft()
+        if step.begun:
+            # NaN behind the last token would meet weights of zero in the next step, and zero times NaN is NaN
+            first = (session.length - step.offset) % self.pool.page_size
+            for page in session.abandon(step):
+                for block in range(session.start, session.end):
+                    self._caches[block][page, :, first:] = 0
+        step.done(ServerFailure(f"the server failed to compute this step: {error}"))
 
     def _train(self) -> bool:
         """A unit of the oldest training pass, if its turn has come."""
@@ -386,7 +413,7 @@ class Engine:
         return True
 
     def _give_up(self) -> None:
-        error = SessionExpired("the server is shutting down")
+        error = _SHUTTING_DOWN
         for session, generating in self._sessions.items():
             session.close()
             for step in generating.steps:
@@ -396,6 +423,7 @@ class Engine:
             job.done(error)
         self._training.clear()
         with self._wake:
+            self._stopped = True
             actions, self._inbox = self._inbox, deque()
         for action in actions:
             self._act(action)

@@ -50,15 +50,14 @@ def plan_round(waiting: Sequence[Waiting], budget: Budget) -> dict[int, int]:
     eligible = [i for i, w in enumerate(waiting) if (w.start, w.end) == (oldest.start, oldest.end)]
     taken = {i: 1 for i in eligible if waiting[i].is_decode}
     left = budget.beside_decode if taken else budget.alone
+    first = True  # of the prefixes: it moves on in every round, however wide it is
     for i in sorted((i for i in eligible if i not in taken), key=lambda i: (-waiting[i].bid, waiting[i].arrived)):
         step = waiting[i]
-        if step.whole:
-            if left == budget.alone or left == budget.beside_decode or step.rows * step.tokens <= left:
-                taken[i] = step.tokens
-                left -= step.rows * step.tokens
-        elif left >= step.rows or not taken:
-            taken[i] = min(step.tokens, max(1, left // step.rows))
-            left -= step.rows * taken[i]
+        tokens = step.tokens if step.whole else min(step.tokens, max(1, left // step.rows))
+        if first or step.rows * tokens <= left:
+            taken[i] = tokens
+            left -= step.rows * tokens
+        first = False
         if left <= 0:
             break
     return taken

@@ -7,6 +7,7 @@ rollback move no data; only a shared page that is written to is copied.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import torch
 from lilliput.engine.pages import PagePool
 from lilliput.errors import BadRequest, LilliputError, TooLong
 
+_REMEMBERED_IDS = 64
 #: page keys arrive for this many tokens each (wire.prefix.GRAIN; the engine knows no network, so it is named twice)
 GRAIN = 16
 
@@ -102,6 +104,8 @@ class CacheSession:
         #: tokens that its steps ran through the blocks
         self.computed_tokens = 0
         self.last_step: tuple[int, StepOutput] | None = None
+        #: ids of steps that were computed before, of which no output is kept
+        self.past_steps: deque[int] = deque(maxlen=_REMEMBERED_IDS)
         #: for the engine, before the next round: pages to be copied, and pages to be cleared
         #: (what a stranger left in a page is multiplied with a weight of zero; that must not be zero times infinity)
         self.copies: list[tuple[int, int]] = []
@@ -125,12 +129,17 @@ class CacheSession:
             self.rows = []
         return self.length
 
-    def begin(self, step: Step, hidden_size: int, blocks: int) -> None:
+    def begin(self, step: Step, hidden_size: int, dtype: torch.dtype) -> None:
         """Check a step against what the session holds and make room for its tokens.
 
         Raises `BadRequest` or `TooLong`; then nothing has changed.
+
+        :param dtype: in which the span computes
         """
-        self._check(step, hidden_size, blocks)
+        self._check(step, hidden_size)
+        step.hidden = as_finite(step.hidden, dtype, "hidden states")
+        if step.prompts is not None:
+            step.prompts = as_finite(step.prompts, dtype, "prompts")
         if step.parents is not None:
             self._reorder(step.parents)
         if step.start_position is not None:
@@ -149,11 +158,22 @@ class CacheSession:
                     row.keys.extend(keys)
                     self._publish(row)
 
-    def abandon(self, step: Step) -> None:
-        """The step failed while computing: forget its tokens. The session stays usable."""
+    def abandon(self, step: Step) -> list[int]:
+        """The step failed while computing: forget its tokens. The session stays usable.
+
+        What a step did to the rows before it was computed (`parents`, `start_position`) stays done. Returns the pages
+        behind whose last token the step may have left anything.
+        """
         self._rollback(self.length - step.offset)
         self.copies.clear()
         self.fresh.clear()
+        return [row.pages[-1] for row in self.rows] if self.length % self._pool.page_size else []
+
+    def remember(self, step: Step, output: StepOutput) -> None:
+        """Keep the output of the last step, in case that the client asks again."""
+        if self.last_step is not None and self.last_step[0]:
+            self.past_steps.append(self.last_step[0])
+        self.last_step = (step.step_id, output)
 
     def close(self) -> None:
         """Give all pages back. May be called twice."""
@@ -163,7 +183,7 @@ class CacheSession:
         self.rows, self.copies, self.fresh, self.last_step = [], [], [], None
         self.length, self.closed = 0, True
 
-    def _check(self, step: Step, hidden_size: int, blocks: int) -> None:
+    def _check(self, step: Step, hidden_size: int) -> None:
         hidden = step.hidden
         if hidden.dim() != 3 or hidden.shape[-1] != hidden_size:
             raise BadRequest(f"hidden states must be [rows, tokens, {hidden_size}], not {list(hidden.shape)}")
@@ -192,6 +212,7 @@ class CacheSession:
                 f"{start} tokens in the cache and {step.tokens} more pass the session's max_length of {self.max_length}"
             )
         if step.mask is not None:
+            step.mask = step.mask[None] if step.mask.dim() == 2 else step.mask
             expected = f"bool [{step.rows} or 1, {step.tokens}, {length}]"
             shape = tuple(step.mask.shape)
             if step.mask.dtype != torch.bool or shape not in (
@@ -205,18 +226,14 @@ class CacheSession:
                 raise BadRequest(
                     f"position_ids must be int64 [{step.rows}, {step.tokens}], not {ids.dtype} {list(ids.shape)}"
                 )
-            if ids.min() < 0 or ids.max() >= 1 << 31:
+            if int(ids.min()) < 0 or int(ids.max()) >= 1 << 31:
                 raise BadRequest("position_ids must be 0 or more, and below 2^31")
         if step.prompts is not None:
-            wanted = (blocks, step.rows, step.tokens, hidden_size)
+            wanted = (self.end - self.start, step.rows, step.tokens, hidden_size)
             if tuple(step.prompts.shape) != wanted or not step.prompts.is_floating_point():
                 raise BadRequest(f"prompts must be floating-point {list(wanted)}, not {list(step.prompts.shape)}")
-            if not bool(torch.isfinite(step.prompts.sum())):
-                raise BadRequest("the prompts contain NaN or infinity")
         if step.hashes is not None and len(step.hashes) != step.rows:
             raise BadRequest(f"page keys for {len(step.hashes)} rows in a step of {step.rows}")
-        if not bool(torch.isfinite(hidden).all()):
-            raise BadRequest("the hidden states contain NaN or infinity")
 
     def _reorder(self, parents: Sequence[int]) -> None:
         rows = [Row(list(self.rows[parent].pages), list(self.rows[parent].keys)) for parent in parents]
@@ -262,3 +279,11 @@ class CacheSession:
             if last >= len(row.keys):
                 break
             self._pool.know(page, self._scope + row.keys[last])
+
+
+def as_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A tensor in the dtype of the span. Raises `BadRequest` if there is anything but numbers in it."""
+    converted = tensor.to(dtype)
+    if not bool(torch.isfinite(converted).all()):
+        raise BadRequest(f"the {name} contain NaN, infinity, or more than {str(dtype).removeprefix('torch.')} can hold")
+    return converted

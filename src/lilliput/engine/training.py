@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lilliput.engine.session import as_finite
 from lilliput.errors import BadRequest, LilliputError
 from lilliput.models.span import Span
 
@@ -33,8 +34,8 @@ class Pass:
     done: Callable[[torch.Tensor | LilliputError], None] = field(default=lambda result: None)
 
 
-def check_pass(job: Pass, hidden_size: int) -> None:
-    """Raise `BadRequest` if the tensors do not fit each other."""
+def check_pass(job: Pass, hidden_size: int, dtype: torch.dtype) -> None:
+    """Raise `BadRequest` if the tensors do not fit each other, or hold more than numbers of the span's `dtype`."""
     hidden = job.hidden
     if hidden.dim() != 3 or hidden.shape[-1] != hidden_size or 0 in hidden.shape:
         raise BadRequest(f"hidden states must be [rows, tokens, {hidden_size}], not {list(hidden.shape)}")
@@ -44,20 +45,22 @@ def check_pass(job: Pass, hidden_size: int) -> None:
             continue
         if not tensor.is_floating_point():
             raise BadRequest(f"the {name} must be floating-point numbers, not {tensor.dtype}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise BadRequest(f"the {name} contain NaN or infinity")
+        as_finite(tensor, dtype, name)
     if job.grad is not None and job.grad.shape != hidden.shape:
         raise BadRequest(f"gradients must be {list(hidden.shape)} like the hidden states, not {list(job.grad.shape)}")
+    if job.mask is not None and job.mask.dim() == 2:
+        job.mask = job.mask[None]
     if job.mask is not None and (
         job.mask.dtype != torch.bool or tuple(job.mask.shape) not in ((rows, tokens, tokens), (1, tokens, tokens))
     ):
         raise BadRequest(f"the mask must be bool [{rows} or 1, {tokens}, {tokens}], not {list(job.mask.shape)}")
     if job.position_ids is not None and (
         tuple(job.position_ids.shape) != (rows, tokens)
-        or job.position_ids.is_floating_point()
-        or bool((job.position_ids < 0).any())
+        or job.position_ids.dtype not in (torch.int64, torch.int32)
+        or int(job.position_ids.min()) < 0
+        or int(job.position_ids.max()) >= 1 << 31
     ):
-        raise BadRequest(f"position_ids must be int64 [{rows}, {tokens}], 0 or more")
+        raise BadRequest(f"position_ids must be int64 [{rows}, {tokens}], 0 or more and below 2^31")
     wanted = (job.end - job.start, rows, tokens, hidden_size)
     if job.prompts is not None and tuple(job.prompts.shape) != wanted:
         raise BadRequest(f"prompts must be {list(wanted)}, not {list(job.prompts.shape)}")

@@ -7,15 +7,18 @@ handed to the engine at once and runs in one pass, and the outputs leave in one 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import torch
 
 from lilliput.engine.session import CacheSession, Step
-from lilliput.errors import BadRequest, Busy, LilliputError
+from lilliput.errors import BadRequest, Busy, LilliputError, ServerFailure
 from lilliput.server.served_session import ServedSession
 from lilliput.server.service import Service
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
+
+logger = logging.getLogger(__name__)
 
 #: steps under way, for each session of the stream; past that the stream is not read
 _IN_FLIGHT_PER_SESSION = 8
@@ -51,10 +54,13 @@ class ClientStream:
             await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done() and (error := reading.exception()) is not None:
                 if not isinstance(error, LilliputError):
-                    raise error
+                    logger.error("a stream from %s failed", self.peer, exc_info=error)
+                    error = ServerFailure(f"the server could not go on with this stream: {error}")
                 # not a message: nothing that follows can be understood
-                for number in list(self._sessions) or [0]:
-                    self.channel.post(error_message(error, closed=True, session=number))
+                if not self._sessions:
+                    self.channel.post(error_message(error, closed=True))
+                self.end(error)
+                await self.channel.hear_out()
         finally:
             self.service.streams.discard(self)
             for task in (reading, closing, idle):

@@ -102,16 +102,20 @@ class ConnectionHandler(ServicerBase):
 
 async def serve_passes(service: Service, channel: Channel, kind: str) -> None:
     """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends."""
-    while (received := await channel.receive()) is not None:
-        try:
-            if received.kind != kind:
-                raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
-            output, codec = await _pass(service, received)
-        except LilliputError as e:
-            await channel.send(error_message(e))
-            continue
-        name = "grad" if kind == "backward" else "hidden"
-        await channel.send(pb.Message(output=pb.Output()), {name: output}, codec=codec)
+    try:
+        while (received := await channel.receive()) is not None:
+            try:
+                if received.kind != kind:
+                    raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
+                output, codec = await _pass(service, received)
+            except LilliputError as e:
+                await channel.send(error_message(e))
+                continue
+            name = "grad" if kind == "backward" else "hidden"
+            await channel.send(pb.Message(output=pb.Output()), {name: output}, codec=codec)
+    except BadRequest as e:  # not a message: nothing that follows can be understood
+        channel.post(error_message(e, closed=True))
+        await channel.hear_out()
 
 
 async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str]:
@@ -124,6 +128,8 @@ async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str
     needed = {"hidden", "grad"} if received.kind == "backward" else {"hidden"}
     if missing := needed - set(tensors):
         raise BadRequest(f"a {received.kind} message needs the tensors {', '.join(sorted(missing))}")
+    if unknown := set(tensors) - needed - {"mask", "position_ids", "prompts"}:
+        raise BadRequest(f"a {received.kind} message has no tensors named {', '.join(sorted(unknown))}")
     job = Pass(
         body.start,
         body.end,

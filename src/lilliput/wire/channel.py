@@ -28,6 +28,14 @@ _LENGTH = struct.Struct("!I")
 _JOIN_BELOW = 1 << 16
 #: with more than this waiting, senders wait
 _CONGESTED_BYTES = 1 << 20
+_READ_CHUNK = 1 << 18
+#: what a closed stream could not get rid of after this long is given up (seconds)
+_LINGER_SECONDS = 10.0
+#: what a peer goes on sending is thrown away for so long (seconds)
+_HEAR_OUT_SECONDS = 5.0
+_PAUSE_SECONDS = 0.2
+#: an error may quote what the peer sent, but not at length
+_MAX_ERROR_TEXT = 2000
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,7 @@ class Channel:
 
     :param reader, writer: a stream as hivemind's `P2P` hands it out
     :param peer: who is at the other end, for error messages
+    :ivar arriving: while a long message arrives: when its last bytes did (the loop's time); 0 otherwise
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class Channel:
         self.peer, self.limits = peer, limits
         self._outgoing: list[bytes | memoryview] = []
         self._flushing: asyncio.Handle | None = None
+        self.arriving = 0.0
 
     def post(
         self, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None, *, codec: str = "none"
@@ -81,19 +91,21 @@ class Channel:
     async def send(
         self, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None, *, codec: str = "none"
     ) -> None:
-        """Post one message; if much waits to be sent, wait until it is. Raises `Unreachable` if the stream is broken."""
+        """Post one message; if much waits to be sent, wait until it is. Raises `Unreachable` if the stream broke."""
         if self._writer.is_closing():
             raise Unreachable(f"the connection to {self.peer} is closed", self.peer)
         self.post(message, tensors, codec=codec)
         await self.drain()
 
     @property
+    def unsent(self) -> int:
+        """Bytes that wait to be sent."""
+        return sum(len(part) for part in self._outgoing) + self._writer.transport.get_write_buffer_size()
+
+    @property
     def congested(self) -> bool:
         """Whether more waits to be sent than should."""
-        return (
-            sum(len(part) for part in self._outgoing) + self._writer.transport.get_write_buffer_size()
-            > _CONGESTED_BYTES
-        )
+        return self.unsent > _CONGESTED_BYTES
 
     async def drain(self) -> None:
         """Wait while the channel is congested. Raises `Unreachable` if the stream is broken."""
@@ -136,21 +148,33 @@ class Channel:
             headers = list(message.tensors)
             if len(headers) > self.limits.max_tensors:
                 raise BadRequest(f"{len(headers)} tensors in one message (at most {self.limits.max_tensors})")
-            total = sum(check_header(header) for header in headers)
+            # few bytes may become many: booleans travel eight to a byte
+            total = max(map(sum, zip(*map(check_header, headers), strict=True)), default=0)
             if total > self.limits.max_payload_bytes:
                 raise BadRequest(
                     f"{total} bytes of tensors in one message (at most {self.limits.max_payload_bytes}); "
                     "send the tokens in several steps"
                 )
-            tensors = {header.name: decode(header, await self._reader.readexactly(header.nbytes)) for header in headers}
+            tensors = {header.name: decode(header, await self._read(header.nbytes)) for header in headers}
         except (asyncio.IncompleteReadError, OSError):
             return None
         except DecodeError as e:
             raise BadRequest(f"not a message of this protocol: {e}") from e
+        finally:
+            self.arriving = 0.0
         kind = message.WhichOneof("body")
         if kind is None:
             raise BadRequest("an empty message")
         return Received(kind, getattr(message, kind), tensors, message.session)
+
+    async def _read(self, count: int) -> bytes | bytearray:
+        if count <= _READ_CHUNK:
+            return await self._reader.readexactly(count)
+        data, loop = bytearray(), asyncio.get_running_loop()
+        while len(data) < count:
+            data += await self._reader.readexactly(min(_READ_CHUNK, count - len(data)))
+            self.arriving = loop.time()
+        return data
 
     async def expect(self, kind: str) -> Received:
         """The next message, which must be of this kind. A reported error is raised as the error it names."""
@@ -163,18 +187,30 @@ class Channel:
             raise Unreachable(f"{self.peer} answered {received.kind!r} where {kind!r} was due", self.peer)
         return received
 
+    async def hear_out(self) -> None:
+        """Throw away what the peer goes on sending. It would not read our last words otherwise: before `close`."""
+        with contextlib.suppress(OSError, RuntimeError, TimeoutError):
+            async with asyncio.timeout(_HEAR_OUT_SECONDS):
+                while await asyncio.wait_for(self._reader.read(_READ_CHUNK), _PAUSE_SECONDS):
+                    pass
+
     def close(self) -> None:
-        """Close the stream; the peer's `receive` returns None. May be called twice."""
+        """Close the stream; the peer's `receive` returns None. May be called twice.
+
+        What waits to be sent still is, unless the peer does not take it.
+        """
         self._flush()
         with contextlib.suppress(Exception):
             self._writer.close()
+            if self.unsent:
+                asyncio.get_running_loop().call_later(_LINGER_SECONDS, self._writer.transport.abort)
 
 
 def error_message(error: LilliputError, *, step_id: int = 0, closed: bool = False, session: int = 0) -> pb.Message:
     """The message that reports `error` to the peer."""
     body = pb.Error(
         code=pb.ErrorCode.Value(error.code),
-        text=str(error),
+        text=str(error)[:_MAX_ERROR_TEXT],
         retry_elsewhere=error.retry_elsewhere,
         step_id=step_id,
         closed=closed,

@@ -51,7 +51,7 @@ def encode(name: str, tensor: torch.Tensor, codec: str = "none") -> tuple[pb.Ten
     if tensor.dtype not in _NAMES:
         raise BadRequest(f"tensors of dtype {tensor.dtype} cannot be sent; known are {', '.join(_DTYPES)}")
     dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or not tensor.dim() or not tensor.numel():
         codec = "none"
     if tensor.dtype == torch.bool:
         buffers = [_view(np.packbits(tensor.contiguous().numpy().reshape(-1)))]
@@ -72,8 +72,11 @@ def encode(name: str, tensor: torch.Tensor, codec: str = "none") -> tuple[pb.Ten
     return pb.Tensor(name=name, dtype=dtype, shape=shape, codec=codec, nbytes=nbytes), buffers
 
 
-def check_header(header: pb.Tensor) -> int:
-    """The bytes that a tensor's header announces; `BadRequest` if they do not fit its shape, dtype and codec."""
+def check_header(header: pb.Tensor) -> tuple[int, int]:
+    """The bytes that a tensor's header announces, and those it will take in memory.
+
+    Raises `BadRequest` if what it announces does not fit its shape, dtype and codec.
+    """
     if header.dtype not in _DTYPES:
         raise BadRequest(f"tensor {header.name!r} has the unknown dtype {header.dtype!r}")
     codec = check_codec(header.codec)
@@ -82,22 +85,25 @@ def check_header(header: pb.Tensor) -> int:
             f"tensor {header.name!r} has {len(header.shape)} dimensions; at most {_MAX_DIMENSIONS} are taken"
         )
     dtype, count = _DTYPES[header.dtype], math.prod(header.shape)
+    if math.prod(max(size, 1) for size in header.shape) >= 1 << 62:
+        raise BadRequest(f"no memory holds a tensor of shape {list(header.shape)}")
+    if codec != "none" and not (dtype.is_floating_point and count and header.shape):
+        raise BadRequest(f"the codec {codec} is no use for the {header.dtype} tensor of shape {list(header.shape)}")
+    decoded = count * (torch.float32 if codec == "int8" else _CASTS.get(codec, dtype)).itemsize
+    expected = decoded
     if dtype == torch.bool:
         expected = -(-count // 8)
     elif codec == "int8":
-        last = header.shape[-1] if header.shape else 1
-        expected = count + _SCALE_BYTES * (count // last if last else 0)
-    else:
-        expected = count * _CASTS.get(codec, dtype).itemsize
+        expected = count + _SCALE_BYTES * (count // header.shape[-1])
     if expected != header.nbytes:
         raise BadRequest(
             f"tensor {header.name!r} of shape {list(header.shape)} in {codec} should be {expected} bytes, "
             f"but {header.nbytes} were announced"
         )
-    return expected
+    return expected, decoded
 
 
-def decode(header: pb.Tensor, data: bytes | memoryview) -> torch.Tensor:
+def decode(header: pb.Tensor, data: bytes | bytearray | memoryview) -> torch.Tensor:
     """The tensor, writable and owning its memory.
 
     float16 and bfloat16 arrive in the codec's dtype (the receiver casts to its own anyway), int8 in float32.
@@ -106,11 +112,11 @@ def decode(header: pb.Tensor, data: bytes | memoryview) -> torch.Tensor:
     dtype = _DTYPES[header.dtype]
     if dtype == torch.bool:
         bits = np.unpackbits(np.frombuffer(data, np.uint8), count=math.prod(shape))
-        return torch.from_numpy(bits.astype(np.bool_)).view(shape)
+        return torch.from_numpy(bits.view(np.bool_)).view(shape)
     codec = header.codec or "none"
     if codec == "int8":
         scale_shape = (*shape[:-1], 1)
-        split = _SCALE_BYTES * math.prod(scale_shape) if shape and shape[-1] else 0
+        split = _SCALE_BYTES * math.prod(scale_shape)
         view = memoryview(data)
         scale = _tensor_of(view[:split], torch.float32, scale_shape)
         return _tensor_of(view[split:], torch.int8, shape).float().mul_(scale)
@@ -126,7 +132,7 @@ def _view(array: np.ndarray) -> memoryview:
     return memoryview(array)  # type: ignore[arg-type]  # numpy's annotations do not say that arrays are buffers
 
 
-def _tensor_of(data: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor_of(data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     out = torch.empty(shape, dtype=dtype)
     if out.numel():
         out.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
