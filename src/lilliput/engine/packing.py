@@ -34,23 +34,27 @@ def pack(slices: Sequence[Slice], page_size: int, dtype: torch.dtype) -> tuple[t
     single = sorted((s for s in slices if s.tokens == 1), key=lambda s: len(s.session.rows[0].pages))
     several = [s for s in slices if s.tokens > 1]
     ordered = [*single, *several]
-    hidden, positions, slots, prompts = [], [], [], []
+    hidden: list[torch.Tensor] = []
+    prompts: list[Prompts] = []
+    # Rows with one token, of which there may be many, are plain numbers until all are known: few operations a round.
+    positions, slots = _decode_places(single, page_size)
     total = 0
     for s in ordered:
+        step, window = s.step, slice(s.step.offset, s.step.offset + s.tokens)
+        hidden.append(step.hidden[:, window].reshape(s.count, -1))
+        if step.prompts is not None:
+            values = step.prompts[:, :, window].reshape(step.prompts.shape[0], s.count, -1).to(dtype)
+            prompts.append(Prompts(total, values))
+        total += s.count
+    for s in several:
         step, session = s.step, s.session
-        window = slice(step.offset, step.offset + s.tokens)
-        hidden.append(step.hidden[:, window].reshape(-1, step.hidden.shape[-1]).to(dtype))
         slot = torch.arange(session.length, session.length + s.tokens)
         if step.position_ids is not None:
-            positions.append(step.position_ids[:, window].reshape(-1).long())
+            positions.append(step.position_ids[:, step.offset : step.offset + s.tokens].reshape(-1).long())
         else:
             positions.append(slot.repeat(step.rows))
         pages = _pages_of(session, session.length + s.tokens, page_size)
         slots.append((pages[:, slot // page_size] * page_size + slot % page_size).reshape(-1))
-        if step.prompts is not None:
-            values = step.prompts[:, :, window].reshape(step.prompts.shape[0], -1, step.prompts.shape[-1]).to(dtype)
-            prompts.append(Prompts(total, values))
-        total += s.count
     batch = PackedBatch(
         page_size=page_size,
         position_ids=torch.cat(positions),
@@ -59,7 +63,7 @@ def pack(slices: Sequence[Slice], page_size: int, dtype: torch.dtype) -> tuple[t
         chunks=[_chunk(s, page_size) for s in several],
         prompts=prompts,
     )
-    return torch.cat(hidden), batch, ordered
+    return torch.cat(hidden).to(dtype), batch, ordered
 
 
 def unpack(hidden: torch.Tensor, ordered: Sequence[Slice]) -> list[torch.Tensor]:
@@ -85,6 +89,21 @@ def attend_to_self(mask: torch.Tensor, start: int) -> torch.Tensor:
     return torch.cat([mask[..., :start], mask[..., start:] | (own & empty[..., None])], dim=-1)
 
 
+def _decode_places(single: Sequence[Slice], page_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Positions and slots of the rows with one token, each as at most one tensor in a list."""
+    if not single:
+        return [], []
+    positions: list[int] = []
+    slots: list[int] = []
+    for s in single:
+        length = s.session.length
+        page, offset = length // page_size, length % page_size
+        slots.extend(row.pages[page] * page_size + offset for row in s.session.rows)
+        ids = s.step.position_ids
+        positions.extend(ids[:, s.step.offset].tolist() if ids is not None else [length] * s.step.rows)
+    return [torch.tensor(positions)], [torch.tensor(slots)]
+
+
 def _pages_of(session: CacheSession, length: int, page_size: int) -> torch.Tensor:
     count = -(-length // page_size)
     return torch.tensor([row.pages[:count] for row in session.rows])
@@ -107,9 +126,10 @@ def _decode_group(group: Sequence[Slice], page_size: int) -> DecodeGroup:
     width = max(s.session.length // page_size + 1 for s in group)
     pages, lengths = [], []
     for s in group:
+        padding = width - len(s.session.rows[0].pages)
         for row in s.session.rows:
-            pages.append((row.pages + row.pages[:1] * width)[:width])
-            lengths.append(s.session.length + 1)
+            pages.append(row.pages + row.pages[:1] * padding if padding else row.pages)
+        lengths.extend([s.session.length + 1] * s.step.rows)
     mask = None
     if any(s.step.mask is not None for s in group):
         mask = torch.ones(len(pages), width * page_size, dtype=torch.bool)
