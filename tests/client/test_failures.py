@@ -24,6 +24,7 @@ from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.connection import Patience, SharedConnection
 from lilliput.client.session import InferenceSession
 from lilliput.errors import Busy, LilliputError, MissingBlocks, ModelError, TooLong, Unreachable
+from lilliput.swarm.sockets import remove_stale_sockets
 
 NOBODY = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWS27M6oPeJ9xnpepDXPmQ6x12nLW9HW5h8G5tajeTcZnP"
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -187,6 +188,7 @@ class TestProcesses:
     def swarm(self, tiny_llama: Path) -> Iterator[LocalSwarm]:
         with LocalSwarm(str(tiny_llama), [(0, 3), (3, 6)], options=["--dtype", "float32"]) as swarm:
             yield swarm
+        remove_stale_sockets()
 
     def test_a_killed_server_is_named_within_a_second(self, swarm: LocalSwarm, tiny_llama: Path) -> None:
         with connected(tiny_llama, swarm.initial_peers) as model:

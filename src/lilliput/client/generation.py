@@ -87,7 +87,7 @@ class DistributedMixin:
         (or with `session=`), they stay: pass the whole conversation each time, as always with Hugging Face, and only
         the tokens are computed that the session has not seen. Where the conversation differs from what it has seen,
         the session goes back to the last common token. To go on without repeating what is in the session, pass the new
-        ids alone, with an `attention_mask` that covers all tokens, or prepend `session.tokens`.
+        ids alone, with an `attention_mask` that covers all tokens (transformers 5), or prepend `session.tokens`.
         """
         config = generation_config if generation_config is not None else self.generation_config  # type: ignore[attr-defined]
 
