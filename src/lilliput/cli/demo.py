@@ -2,10 +2,108 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from lilliput.cli import process
+from lilliput.cli.chat import Chat, at_a_terminal
+from lilliput.cli.conversation import Conversation
+from lilliput.cli.language_model import LanguageModel, load_libraries
+from lilliput.cli.local_swarm import LocalServer, LocalSwarm
 from lilliput.cli.logs import Verbose
-from lilliput.errors import LilliputError
+from lilliput.cli.output import remark
+from lilliput.cli.progress import drawn
+from lilliput.errors import BadRequest
+
+_MODEL = "smollm2"
+_QUESTION = "What is the capital of France?"
+#: that a server names while it starts
+_STAGES = 5
 
 
-def demo(verbose: Verbose = 0) -> None:
-    """Start three servers of a small real model on this machine, and chat with it."""
-    raise LilliputError("`lilliput demo` is not built yet.")
+def demo(
+    servers: Annotated[int, typer.Option(min=1, help="Server processes, each with an equal part of the blocks.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
+    question: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Ask this instead of opening a chat.", show_default=False)
+    ] = None,
+    verbose: Verbose = 0,
+) -> None:
+    """Start three servers of a small real model on this machine, and chat with it.
+
+    Without a terminal, one question is asked.
+    """
+    process.prepare()
+    began = time.perf_counter()
+    from lilliput.models.sources import resolve
+
+    # importing takes as long in here as in the servers: begin at once
+    loaded = threading.Event()
+    threading.Thread(target=_try_to_load_libraries, args=(loaded,), name="libraries").start()
+    with drawn() as progress:
+        files = resolve(_MODEL, progress=progress)
+    blocks = int(files.config()["num_hidden_layers"])
+    if servers > blocks:
+        raise BadRequest(f"{files.name} has {blocks} blocks; more servers than that find nothing to hold")
+    bounds = [blocks * number // servers for number in range(servers + 1)]
+    spans = list(itertools.pairwise(bounds))
+    with contextlib.ExitStack() as stack:
+        with _bars(spans) as changed:
+            swarm = stack.enter_context(LocalSwarm(_MODEL, spans, options=["--dtype", dtype], changed=changed))
+            loaded.wait()
+        model = stack.enter_context(LanguageModel.open(_MODEL, swarm.initial_peers, dtype=dtype, notice=remark))
+        remark(f"Ready after {time.perf_counter() - began:.1f} s. See who holds what with")
+        remark(f"  {_own_name()} status --initial-peers {swarm.initial_peers[0]}")
+        conversation = stack.enter_context(contextlib.closing(Conversation(model, notice=remark)))
+        chat = Chat(conversation, model)
+        if question is None and at_a_terminal():
+            chat.talk()
+        else:
+            typer.echo(f"> {question or _QUESTION}")
+            chat.ask(question or _QUESTION)
+
+
+def _try_to_load_libraries(tried: threading.Event) -> None:
+    with contextlib.suppress(Exception):  # it will be tried again, where somebody hears of it
+        load_libraries()
+    tried.set()
+
+
+@contextlib.contextmanager
+def _bars(spans: Sequence[tuple[int, int]]) -> Iterator[Callable[[LocalServer], None]]:
+    """A bar for each server, drawn on by what is yielded; without a terminal, one line for all."""
+    from rich import progress as rich
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        console.print(f"starting {len(spans)} servers ...")
+        yield lambda server: None
+        return
+    columns = (rich.SpinnerColumn(finished_text="✓"), rich.TextColumn("{task.description}"), rich.BarColumn(30))
+    with rich.Progress(*columns, rich.TextColumn("{task.fields[stage]}"), console=console) as bars:
+        tasks = {
+            span: bars.add_task("server for blocks {}:{}".format(*span), total=_STAGES, stage="starting")
+            for span in spans
+        }
+
+        def show(server: LocalServer) -> None:
+            done = _STAGES if server.addresses else min(len(server.stages), _STAGES) - 1
+            stage = f"ready after {server.start_seconds:.1f} s" if server.addresses else server.stages[-1]
+            bars.update(tasks[server.blocks], completed=done, stage=stage)
+
+        yield show
+
+
+def _own_name() -> str:
+    """How this command was called."""
+    called = sys.argv[0]
+    return "lilliput" if called.endswith(".py") or shutil.which("lilliput") == called else called

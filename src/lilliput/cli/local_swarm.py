@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import selectors
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from lilliput.errors import LilliputError
 
@@ -19,21 +17,99 @@ _START_SECONDS = 180.0
 _STOP_SECONDS = 8.0
 
 
-@dataclass
 class LocalServer:
-    """One `lilliput serve` process on loopback."""
+    """One `lilliput serve` process on loopback.
 
-    process: subprocess.Popen[bytes]
-    blocks: tuple[int, int]
-    began: float
-    addresses: list[str] = field(default_factory=list)
-    peer_id: str = ""
-    #: from starting the process to its first word that it serves
-    start_seconds: float = 0.0
+    Attributes:
+        stages: what it did so far to start, the current one last
+        addresses, peer_id: known once it serves
+        start_seconds: from starting the process to its word that it serves
+    """
+
+    def __init__(self, command: Sequence[str], blocks: tuple[int, int], changed: Callable[[LocalServer], None]) -> None:
+        self.blocks = blocks
+        self.stages: list[str] = []
+        self.addresses: list[str] = []
+        self.peer_id = ""
+        self.start_seconds = 0.0
+        self._changed = changed
+        self._began = time.perf_counter()
+        self._decided = threading.Event()
+        self._complaints: list[str] = []
+        # a session of its own: Ctrl-C in the terminal is for us, and we end the servers in order
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._readers = [
+            threading.Thread(target=read, args=(stream,), daemon=True)
+            for read, stream in ((self._hear, self.process.stdout), (self._pass_on, self.process.stderr))
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def serves(self) -> bool:
+        return bool(self.addresses) and self.process.poll() is None
+
+    def join(self, peers: Sequence[str]) -> None:
+        """Tell it whom to join: it waits for that."""
+        with contextlib.suppress(OSError):  # it has failed already; `wait` says why
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(list(peers)).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def wait(self) -> None:
+        """Return when it serves; raise why it does not."""
+        in_time = self._decided.wait(max(0.0, self._began + _START_SECONDS - time.perf_counter()))
+        if self.addresses:
+            return
+        self.kill()
+        self._readers[1].join(1.0)
+        silence = f"it ended with code {self.process.returncode}" if in_time else "it took too long"
+        reason = self._complaints[-1] if self._complaints else silence
+        raise LilliputError(f"the server for blocks {self.blocks[0]}:{self.blocks[1]} did not start: {reason}")
+
+    def let_go(self) -> None:
+        """Tell it to leave; does not wait."""
+        with contextlib.suppress(OSError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+
+    def kill(self) -> None:
+        self.let_go()
+        self.process.kill()
+        self.process.wait()
+
+    def _hear(self, stdout: IO[bytes]) -> None:
+        """What it tells its supervisor."""
+        with contextlib.suppress(OSError), stdout:
+            for line in stdout:
+                with contextlib.suppress(ValueError):  # a library may print, too
+                    self._take(json.loads(line))
+        self._decided.set()
+
+    def _take(self, facts: dict[str, Any]) -> None:
+        if stage := facts.get("stage"):
+            self.stages.append(stage)
+        else:
+            self.start_seconds = time.perf_counter() - self._began
+            self.peer_id, self.addresses = facts["peer_id"], facts["addresses"]
+            self._decided.set()
+        self._changed(self)
+
+    def _pass_on(self, stderr: IO[bytes]) -> None:
+        """What it says to a person: while it starts, the last line may be why it fails."""
+        with contextlib.suppress(OSError), stderr:
+            for line in stderr:
+                text = line.decode(errors="replace").rstrip()
+                if self.addresses:
+                    print(text, file=sys.stderr, flush=True)
+                elif text:
+                    self._complaints.append(text)
 
 
 class LocalSwarm:
@@ -42,7 +118,7 @@ class LocalSwarm:
     The servers end when this process does, however that happens: they watch the pipe to it.
 
     :param options: further arguments of `lilliput serve`
-    :param progress: called with the number of servers that serve
+    :param changed: called, in any thread, when a server has come further
     """
 
     def __init__(
@@ -51,21 +127,19 @@ class LocalSwarm:
         spans: Sequence[tuple[int, int]],
         *,
         options: Sequence[str] = (),
-        progress: Callable[[int], None] = lambda serving: None,
+        changed: Callable[[LocalServer], None] = lambda server: None,
     ) -> None:
-        self.model, self.spans, self.options, self.progress = model, list(spans), list(options), progress
+        self.model, self.spans, self.options, self.changed = model, list(spans), list(options), changed
         self.servers: list[LocalServer] = []
 
     @property
     def initial_peers(self) -> list[str]:
-        """Addresses of all servers that still run: a swarm outlives any of them."""
-        return [a for server in self.servers if server.process.poll() is None for a in server.addresses]
+        """Addresses of all servers that run: a swarm outlives any of them."""
+        return [address for server in self.servers if server.serves for address in server.addresses]
 
     def __enter__(self) -> LocalSwarm:
         try:
-            first, *others = self.spans
-            self.add(first)  # the others join it
-            self.start([*others])
+            self.start(self.spans)
         except BaseException:
             self.stop()
             raise
@@ -79,90 +153,32 @@ class LocalSwarm:
         return self.start([blocks], options)[0]
 
     def start(self, spans: Sequence[tuple[int, int]], options: Sequence[str] = ()) -> list[LocalServer]:
-        """Start servers at the same time and wait until all serve."""
-        started = [self._spawn(blocks, options) for blocks in spans]
-        self.servers.extend(started)
+        """Start servers, all at the same time, and wait until all serve."""
+        known = self.initial_peers
+        started: list[LocalServer] = []
+        for start, end in spans:
+            command = [sys.executable, "-m", "lilliput.cli", "serve", self.model, "--blocks", f"{start}:{end}"]
+            command += ["--host", "127.0.0.1", "--supervised", *self.options, *options]
+            started.append(LocalServer(command, (start, end), self.changed))
+            self.servers.append(started[-1])
+        if not known:  # the first begins a swarm; the others wait for it with their libraries loaded
+            first, *started = started
+            first.join([])
+            first.wait()
+            known = first.addresses
         for server in started:
-            self._await(server)
-            self.progress(sum(bool(s.addresses) for s in self.servers))
-        return started
+            server.join(known)
+        for server in started:
+            server.wait()
+        return self.servers[-len(spans) :]
 
     def stop(self) -> None:
         """End all servers; kill those that do not leave in time."""
         for server in self.servers:
-            with contextlib.suppress(OSError):
-                assert server.process.stdin is not None
-                server.process.stdin.close()
+            server.let_go()
         deadline = time.monotonic() + _STOP_SECONDS
         for server in self.servers:
             try:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                server.process.kill()
-                server.process.wait()
-            assert server.process.stdout is not None
-            server.process.stdout.close()
-
-    def _spawn(self, blocks: tuple[int, int], options: Sequence[str]) -> LocalServer:
-        command = [sys.executable, "-m", "lilliput.cli", "serve", self.model]
-        command += ["--blocks", f"{blocks[0]}:{blocks[1]}", "--host", "127.0.0.1", "--json", "--until-stdin-closes"]
-        for address in self.initial_peers:
-            command += ["--initial-peers", address]
-        # a session of its own: Ctrl-C in the terminal is for us, and we end the servers in order
-        process = subprocess.Popen(
-            [*command, *self.options, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        return LocalServer(process, blocks, time.perf_counter())
-
-    def _await(self, server: LocalServer) -> None:
-        line, complaint = _first_line(server.process, _START_SECONDS)
-        try:
-            facts: dict[str, Any] = json.loads(line)
-        except ValueError:
-            server.process.kill()
-            server.process.wait()
-            words = complaint.strip().splitlines()[-1:] or [f"it ended with code {server.process.returncode}"]
-            raise LilliputError(f"the server for blocks {server.blocks[0]}:{server.blocks[1]} did not start: {words[0]}") from None
-        server.start_seconds = time.perf_counter() - server.began
-        server.addresses, server.peer_id = facts["addresses"], facts["peer_id"]
-        _drain(server.process)
-
-
-def _first_line(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, str]:
-    """The first line of standard output, and what came on standard error meanwhile."""
-    assert process.stdout is not None
-    assert process.stderr is not None
-    texts = {process.stdout: b"", process.stderr: b""}
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        for stream in texts:
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map() and b"\n" not in texts[process.stdout]:
-            if time.monotonic() > deadline:
-                return "", f"it was not ready within {seconds:.0f} s"
-            for key, _ in selector.select(0.5):
-                chunk = os.read(key.fd, 65536)
-                if chunk:
-                    texts[key.fileobj] += chunk  # type: ignore[index]
-                else:
-                    selector.unregister(key.fileobj)
-    return (texts[stream].decode(errors="replace") for stream in texts)  # type: ignore[return-value]
-
-
-def _drain(process: subprocess.Popen[bytes]) -> None:
-    """Pass on what a server says later: a pipe that nobody reads would stop it some day."""
-    import threading
-
-    def copy() -> None:
-        assert process.stderr is not None
-        with contextlib.suppress(OSError, ValueError):
-            for line in process.stderr:
-                sys.stderr.write(line.decode(errors="replace"))
-        with contextlib.suppress(OSError):
-            process.stderr.close()
-
-    threading.Thread(target=copy, daemon=True).start()
+                server.kill()

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import threading
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lilliput.cli import process
 from lilliput.cli.logs import Verbose
 from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.supervisor import Supervisor
+from lilliput.swarm.sockets import remove_stale_sockets
 
 if TYPE_CHECKING:
+    from lilliput.models.progress import Progress
     from lilliput.server.server import Server
 
 
@@ -50,22 +55,26 @@ def serve(
     json_line: Annotated[
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
-    until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     verbose: Verbose = 0,
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C."""
     span = parse_blocks(blocks)
-    # Several servers may share a machine; a thread that waits for work must not burn the core that others compute on.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    stop = threading.Event()
-    if until_stdin_closes:  # whoever started this process may end in any way: the pipe closes
-        threading.Thread(target=_wait_for_stdin, args=(stop,), daemon=True).start()
+    process.prepare()
+    supervisor = Supervisor() if supervised else None
+    if supervisor:
+        supervisor.stage("loading libraries")
+    with process.ending_at_once():
+        from lilliput.collector import collector_paused
+        from lilliput.models.sources import resolve
 
-    from lilliput.cli.progress import drawn
-    from lilliput.models.sources import resolve
-    from lilliput.server.server import Server
+        with collector_paused():
+            from lilliput.server.server import Server
+    if supervisor:
+        supervisor.stage("finding the swarm")
+        initial_peers = supervisor.peers()
 
-    with drawn() as progress:
+    with _progress(supervisor) as progress:
         files = resolve(model, revision=revision, token=token, progress=progress)
         server = Server(
             files,
@@ -85,19 +94,25 @@ def serve(
         )
         try:
             server.run_in_background(await_ready=False)
-            while not server.decided.wait(0.2) and not stop.is_set():
+            while not server.decided.wait(0.2):
                 pass
             server.raise_failure()
         except BaseException:
             server.shutdown()
             raise
     try:
-        if server.ready.is_set():
-            _tell(server, json_line)
-        while server.is_alive() and not stop.wait(0.2):
-            pass
+        if supervisor:
+            supervisor.tell(_facts(server))
+        elif json_line:
+            print(json.dumps(_facts(server)), flush=True)
+        else:
+            _tell(server)
+        while server.ready.is_set():  # a signal ends this; it must not come while a thread is joined: Python loses it
+            time.sleep(0.2)
     finally:
         server.shutdown()
+        if supervisor:
+            remove_stale_sockets()  # the supervisor may have been killed
     server.raise_failure()
 
 
@@ -109,38 +124,52 @@ def parse_blocks(text: str) -> tuple[int, int]:
     return int(start), int(end)
 
 
+@contextlib.contextmanager
+def _progress(supervisor: Supervisor | None) -> Iterator[Progress]:
+    from lilliput.cli.progress import drawn
+
+    if supervisor is None:
+        with drawn() as progress:
+            yield progress
+    else:
+        yield _new_stages(supervisor.stage)
+
+
+def _new_stages(tell: Callable[[str], None]) -> Progress:
+    last = ""
+
+    def report(stage: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if stage != last:
+            tell(stage)
+        last = stage
+
+    return report
+
+
 def _listen_address(host: str, port: int) -> str:
     kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdecimal() else "dns"
     return f"/{kind}/{host}/tcp/{port}"
 
 
-def _tell(server: Server, json_line: bool) -> None:
+def _facts(server: Server) -> dict[str, Any]:
     service = server.service
     assert service is not None
+    return {
+        "model": service.model,
+        "blocks": list(server.blocks),
+        "peer_id": str(server.dht.peer_id) if server.dht else "",
+        "addresses": list(server.addresses),
+        "cache_tokens": service.admission.pages * service.admission.page_size,
+    }
+
+
+def _tell(server: Server) -> None:
+    facts = _facts(server)
     start, end = server.blocks
-    admission = service.admission
-    if json_line:
-        facts = {
-            "model": service.model,
-            "blocks": [start, end],
-            "peer_id": str(server.dht.peer_id) if server.dht else "",
-            "addresses": list(server.addresses),
-            "cache_tokens": admission.pages * admission.page_size,
-        }
-        print(json.dumps(facts), flush=True)
-        return
     typer.echo(
-        f"Serving blocks {start}:{end} of {service.model} in {server.options.dtype}, with cache for "
-        f"{admission.pages * admission.page_size:,} tokens. Ctrl-C stops it. Others join with one of"
+        f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
+        f"{facts['cache_tokens']:,} tokens. Ctrl-C stops it. Others join with one of"
     )
     for address in server.addresses:
         typer.echo(f"  --initial-peers {address}")
-
-
-def _wait_for_stdin(stop: threading.Event) -> None:
-    try:
-        while os.read(0, 4096):
-            pass
-    except OSError:
-        pass
-    stop.set()

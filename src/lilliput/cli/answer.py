@@ -1,0 +1,80 @@
+"""An answer while it comes: its text in whole characters, and its pace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: what a tokenizer makes of a character of which only some bytes are there
+_INCOMPLETE = "\ufffd"
+
+
+class Answer:
+    """What `generate()` takes for a streamer: it hands on the text as it comes, in whole characters.
+
+    :param write: takes each new piece of the text
+    """
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        self.tokens: list[int] = []
+        #: all that was written
+        self.text = ""
+        self._tokenizer, self._write = tokenizer, write
+        # tokens up to `_written` were written; decoding starts at `_anchor`: a token's text depends on the one before
+        self._anchor = self._written = 0
+        self._prompt_came = False
+        self._began = self._first_at = self._last_at = time.perf_counter()
+
+    # -- what a streamer is asked for
+
+    def put(self, value: Any) -> None:
+        if not self._prompt_came:  # generate() hands in the prompt first
+            self._prompt_came = True
+            return
+        self.take(value.flatten().tolist())
+
+    def end(self) -> None:
+        """Nothing is held back that will ever become a whole character."""
+
+    # -- what it makes of them
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Some more tokens came."""
+        self._last_at = time.perf_counter()
+        if not self.tokens:
+            self._first_at = self._last_at
+        self.tokens += tokens
+        text = self._decode(self._anchor)
+        if text.endswith(_INCOMPLETE):
+            return
+        piece = text[len(self._decode(self._anchor, self._written)) :]
+        self._anchor, self._written = self._written, len(self.tokens)
+        if piece:
+            self.text += piece
+            self._write(piece)
+
+    # -- how fast it came
+
+    @property
+    def seconds_to_first(self) -> float:
+        return self._first_at - self._began
+
+    @property
+    def tokens_per_second(self) -> float:
+        """After the first token; if there is no second, with it."""
+        if len(self.tokens) > 1 and self._last_at > self._first_at:
+            return (len(self.tokens) - 1) / (self._last_at - self._first_at)
+        return len(self.tokens) / max(self.seconds_to_first, 1e-9)
+
+    @property
+    def pace(self) -> str:
+        if not self.tokens:
+            return "no tokens"
+        count = "1 token" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens"
+        return f"{count}, {self.tokens_per_second:.1f} tokens/s, the first after {self.seconds_to_first:.2f} s"
+
+    def _decode(self, start: int, end: int | None = None) -> str:
+        return self._tokenizer.decode(
+            self.tokens[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
