@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -166,6 +167,18 @@ def test_whatever_ends_generate_gives_the_caches_back(tiny_llama: Path) -> None:
             with pytest.raises(type(error)):
                 model.generate(ids, max_new_tokens=44, stopping_criteria=[Break(error)], **GREEDY)
             assert model.generate(ids, max_new_tokens=44, **GREEDY).shape == (1, 64)  # all of the cache is free again
+
+
+def test_a_session_that_is_forgotten_gives_its_caches_back(tiny_llama: Path) -> None:
+    with (
+        served(tiny_llama, (0, 6), cache_tokens=64) as servers,
+        connected(tiny_llama, servers[0].addresses, patience=Patience(queue=5.0)) as model,
+    ):
+        session = model.inference_session(max_length=64)
+        session.step(states(1, 4))
+        del session
+        gc.collect()
+        assert model.generate(torch.arange(5, 25)[None], max_new_tokens=44, **GREEDY).shape == (1, 64)
 
 
 def test_an_interrupt_inside_a_step_ends_it(tiny_llama: Path) -> None:

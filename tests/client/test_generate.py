@@ -80,7 +80,7 @@ def test_streamers_and_stopping_criteria(whole: Any, tiny: Any) -> None:
             self.tokens.append(-1)
 
     streamer = Streamer()
-    answer = tiny.generate(prompt(30), max_new_tokens=50, stopping_criteria=[After()], streamer=streamer, **GREEDY)
+    answer = tiny.generate(prompt(30), max_new_tokens=9999, stopping_criteria=[After()], streamer=streamer, **GREEDY)
     assert answer.shape == (1, 36)
     assert streamer.tokens == [*answer[0].tolist(), -1]
 

@@ -150,6 +150,16 @@ def test_several_sessions_at_once_do_not_mix(whole: Any, tiny: Any) -> None:
     assert all(close(outputs[index], blocks_of(whole, hidden[index])) for index in range(6))
 
 
+def test_a_session_may_be_opened_before_its_first_step(whole: Any, tiny: Any) -> None:
+    with tiny.inference_session(max_length=32, rows=2) as session:
+        assert tiny._shared.run(session.core.open()) == 0
+        assert close(session.step(states(1, 4)), blocks_of(whole, states(1, 4)))
+        session.reorder([0, 0])
+        session.step(states(2, 1))
+        with pytest.raises(BadRequest, match="3 rows"):
+            session.step(states(3, 1))
+
+
 def test_a_closed_session_says_so(tiny: Any) -> None:
     session = tiny.inference_session(max_length=16)
     session.step(states(1, 2))

@@ -142,6 +142,8 @@ class AsyncInferenceSession:
                 chain = await self.remote.chain(self.start, self.end, banned=banned)
             except MissingBlocks as e:
                 raise error or e from None
+            if self.extend:
+                self._max_length = min([self._max_length, *(h.record.max_length for h in chain if h.record.max_length)])
             try:
                 self._hops = await self._open_chain(chain, prefix, banned)
                 return min(hop.cached_tokens for hop in self._hops)
@@ -192,7 +194,9 @@ class AsyncInferenceSession:
             skipped = 0
             if not self._hops:
                 skipped = await self._open_for(hidden, tokens, count if needed is None else needed)
-            elif rows != self._rows:
+            elif rows > self._max_rows:
+                raise BadRequest(f"{rows} rows in a session with room for {self._max_rows}")
+            elif self._rows and rows != self._rows:
                 if self._position:
                     raise BadRequest(
                         f"{rows} rows, but the session has {self._rows}; name their parents to change that"
@@ -203,7 +207,6 @@ class AsyncInferenceSession:
             position = self._position
             if skipped:
                 self.history.append(known[:, :skipped])
-            if skipped:
                 hidden, known = hidden[:, skipped:], known[:, skipped:]
                 mask = None if mask is None else mask[:, skipped:]
                 position_ids = None if position_ids is None else position_ids[:, skipped:]

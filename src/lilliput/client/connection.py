@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import threading
 import time
 from collections import defaultdict
@@ -102,6 +103,7 @@ class Connection:
 
     async def _look_up(self, model: str) -> list[ServerRecord]:
         records = await directory.find(await self.node(), model)
+        random.shuffle(records)  # so that not all clients choose the same among equals
         self._lookups[model] = _Lookup(records, time.monotonic())
         return records
 

@@ -12,6 +12,8 @@ from lilliput.swarm.records import ServerRecord
 
 #: assumed for a server that has not measured itself yet
 _UNKNOWN_BLOCK_SECONDS = 0.005
+#: each session that runs there already slows ours by this share
+_SHARING = 0.1
 #: of each session that waits in front of us
 _QUEUE_SECONDS = 1.0
 #: of a server with no free cache at all; grows evenly towards it
@@ -50,6 +52,7 @@ def costs(record: ServerRecord) -> tuple[float, float]:
         per_block = 1 / record.tokens_per_second / blocks
     else:
         per_block = _UNKNOWN_BLOCK_SECONDS
+    per_block *= 1 + _SHARING * record.sessions
     used = 1 - min(record.cache_tokens_free / record.cache_tokens, 1.0) if record.cache_tokens else 0.0
     return _HOP_SECONDS + _QUEUE_SECONDS * record.queue_length + _FULL_SECONDS * used, per_block
 

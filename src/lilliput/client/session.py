@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -11,6 +13,12 @@ from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.connection import SharedConnection
 from lilliput.client.route import Hop
 from lilliput.client.server_session import HopStats
+from lilliput.errors import LilliputError
+
+
+def _forgotten(shared: SharedConnection, session: AsyncInferenceSession) -> None:
+    with contextlib.suppress(LilliputError):
+        shared.loop.submit(session.close())
 
 
 class InferenceSession:
@@ -29,6 +37,8 @@ class InferenceSession:
     ) -> None:
         self._shared, self._session = shared, session
         self._active = active
+        # a session that is forgotten must not hold its caches as long as the program runs
+        weakref.finalize(self, _forgotten, shared, session).atexit = False
 
     @property
     def core(self) -> AsyncInferenceSession:
