@@ -8,12 +8,10 @@ wait for ever.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from lilliput.errors import Busy, CacheFull, TooLong
-
-_order = itertools.count()
 
 
 class Ticket:
@@ -28,7 +26,6 @@ class Ticket:
         self.pages, self.bid, self.peer, self.changed = pages, bid, peer, changed
         self.granted = False
         self.queue_length = 0
-        self.order = next(_order)
 
 
 class Admission:
@@ -92,19 +89,14 @@ class Admission:
         mine = sum(ticket.peer == peer for ticket in (*self._running, *self._queue))
         if mine >= self.max_sessions_per_peer:
             raise Busy(f"you have {mine} sessions here already, which is the limit for one peer")
+        ahead = [ticket.pages for ticket in self._queue if ticket.bid >= bid]
+        must_finish = self._must_finish([*ahead, pages])[-1]
+        if must_finish and not queue:
+            raise Busy("this server is full", queue_length=must_finish)
+        if must_finish and len(self._queue) >= self.max_queue:
+            raise Busy("this server is full, and so is its queue", queue_length=must_finish)
         ticket = Ticket(pages, bid, peer, changed)
-        if not self._queue and self.promised + pages <= self.pages:
-            ticket.granted = True
-            self._running.append(ticket)
-            return ticket
-        if len(self._queue) >= self.max_queue:
-            raise Busy("this server is full, and so is its queue", queue_length=len(self._queue) + 1)
-        if not queue:
-            ahead = [t for t in self._queue if t.bid >= bid]
-            places = len(ahead) + self._must_finish(pages + sum(t.pages for t in ahead))
-            raise Busy("this server is full", queue_length=places)
-        self._queue.append(ticket)
-        self._queue.sort(key=lambda t: (-t.bid, t.order))
+        self._queue.insert(len(ahead), ticket)
         self._update(tell=ticket)
         return ticket
 
@@ -125,26 +117,35 @@ class Admission:
                 return
 
     def _update(self, tell: Ticket | None = None) -> None:
+        """Let in whoever has room, count again what the others wait for, and call them (`tell` knows already)."""
         changed: list[Ticket] = []
         while self._queue and self.promised + self._queue[0].pages <= self.pages:
             ticket = self._queue.pop(0)
             ticket.granted, ticket.queue_length = True, 0
             self._running.append(ticket)
             changed.append(ticket)
-        for place, ticket in enumerate(self._queue):
-            length = place + self._must_finish(sum(t.pages for t in self._queue[: place + 1]))
+        lengths = self._must_finish([ticket.pages for ticket in self._queue])
+        for ticket, length in zip(self._queue, lengths, strict=True):
             if length != ticket.queue_length:
                 ticket.queue_length = length
-                if ticket is not tell:  # it is told by whoever asked
-                    changed.append(ticket)
+                changed.append(ticket)
         for ticket in changed:
-            ticket.changed()
+            if ticket is not tell:
+                ticket.changed()
 
-    def _must_finish(self, pages: int) -> int:
-        """Running sessions, oldest first, that must end before `pages` pages are free."""
+    def _must_finish(self, queue: Sequence[int]) -> list[int]:
+        """For each of a queue that wants so many pages: how many sessions must end before it starts.
+
+        They are taken to end in the order in which they start.
+        """
         free = self.pages - self.promised
-        for count, ticket in enumerate(self._running):
-            if free >= pages:
-                return count
-            free += ticket.pages
-        return len(self._running)
+        running = deque(ticket.pages for ticket in self._running)
+        ended, counts = 0, []
+        for pages in queue:
+            while free < pages:
+                free += running.popleft()
+                ended += 1
+            free -= pages
+            running.append(pages)
+            counts.append(ended)
+        return counts

@@ -41,6 +41,8 @@ class ClientStream:
         self._sessions: dict[int, ServedSession] = {}
         self._arrived: list[tuple[CacheSession, Step]] = []
         self._closing = asyncio.Event()
+        self._used = False
+        self._empty_since = self.loop.time()
         self.ended: asyncio.Future[None] = self.loop.create_future()
 
     async def run(self) -> None:
@@ -96,6 +98,7 @@ class ClientStream:
     def forget(self, number: int) -> None:
         """A session has ended."""
         self._sessions.pop(number, None)
+        self._empty_since = self.loop.time()
         if number == 0:
             self._closing.set()
 
@@ -131,6 +134,7 @@ class ClientStream:
                 self._closing.set()
             return
         self._sessions[number] = session
+        self._used = True
         session.ask_for_place()
 
     def _submit_arrived(self) -> None:
@@ -139,11 +143,13 @@ class ClientStream:
             self.service.engine.submit_all(arrived)
 
     async def _watch(self) -> None:
-        await asyncio.sleep(self.service.first_step_seconds)
-        if not self._sessions:
-            self.channel.post(error_message(BadRequest("no open message came"), closed=True))
-            self._closing.set()
+        """End the stream when it has been without a session for too long."""
         while True:
-            await asyncio.sleep(self.service.idle_seconds)
-            if not self._sessions:
-                self._closing.set()
+            limit = self.service.idle_seconds if self._used else self.service.first_step_seconds
+            left = limit if self._sessions else self._empty_since + limit - self.loop.time()
+            if left <= 0:
+                break
+            await asyncio.sleep(left)
+        if not self._used:
+            self.channel.post(error_message(BadRequest("no open message came"), closed=True))
+        self._closing.set()

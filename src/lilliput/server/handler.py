@@ -103,7 +103,7 @@ class ConnectionHandler(ServicerBase):
 async def serve_passes(service: Service, channel: Channel, kind: str) -> None:
     """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends."""
     try:
-        while (received := await channel.receive()) is not None:
+        while (received := await channel.receive(within=service.idle_seconds)) is not None:
             try:
                 if received.kind != kind:
                     raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")

@@ -60,6 +60,7 @@ class ServedSession:
         self._opened = time.monotonic()
         self._heard = stream.loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._unsent = 0
 
     # ---- its place ----
 
@@ -246,7 +247,11 @@ class ServedSession:
         loop, service = self._stream.loop, self._service
         first = self._session is not None and not self._stepped
         limit = service.first_step_seconds if first else service.idle_seconds
-        silent = loop.time() - self._heard
+        channel, unsent = self._stream.channel, self._unsent
+        self._unsent = channel.unsent
+        if channel.congested and self._unsent != unsent:  # it is not read meanwhile, but it reads
+            self._heard = loop.time()
+        silent = loop.time() - max(self._heard, channel.arriving)
         if silent >= limit and not self._in_flight:
             what = "no first step" if first else "nothing"
             self.end(SessionExpired(f"the session was closed: {what} came for {limit:g} s"))

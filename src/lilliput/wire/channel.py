@@ -135,16 +135,16 @@ class Channel:
             if small:
                 self._writer.write(b"".join(small))
 
-    async def receive(self) -> Received | None:
-        """The next message, or None when the peer closed the stream or died.
+    async def receive(self, *, within: float | None = None) -> Received | None:
+        """The next message, or None when the peer closed the stream, died, or sent nothing for `within` seconds.
 
         Raises `BadRequest` for bytes that are no message; after that the stream is out of step and must be closed.
         """
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            (length,) = _LENGTH.unpack(await self._read(_LENGTH.size, within))
             if length > self.limits.max_header_bytes:
                 raise BadRequest(f"not a message: a header of {length} bytes (at most {self.limits.max_header_bytes})")
-            message = pb.Message.FromString(await self._reader.readexactly(length))
+            message = pb.Message.FromString(bytes(await self._read(length, within)))
             headers = list(message.tensors)
             if len(headers) > self.limits.max_tensors:
                 raise BadRequest(f"{len(headers)} tensors in one message (at most {self.limits.max_tensors})")
@@ -155,7 +155,7 @@ class Channel:
                     f"{total} bytes of tensors in one message (at most {self.limits.max_payload_bytes}); "
                     "send the tokens in several steps"
                 )
-            tensors = {header.name: decode(header, await self._read(header.nbytes)) for header in headers}
+            tensors = {header.name: decode(header, await self._read(header.nbytes, within)) for header in headers}
         except (asyncio.IncompleteReadError, OSError):
             return None
         except DecodeError as e:
@@ -167,12 +167,13 @@ class Channel:
             raise BadRequest("an empty message")
         return Received(kind, getattr(message, kind), tensors, message.session)
 
-    async def _read(self, count: int) -> bytes | bytearray:
+    async def _read(self, count: int, within: float | None) -> bytes | bytearray:
         if count <= _READ_CHUNK:
-            return await self._reader.readexactly(count)
+            async with asyncio.timeout(within):
+                return await self._reader.readexactly(count)
         data, loop = bytearray(), asyncio.get_running_loop()
         while len(data) < count:
-            data += await self._reader.readexactly(min(_READ_CHUNK, count - len(data)))
+            data += await self._read(min(_READ_CHUNK, count - len(data)), within)
             self.arriving = loop.time()
         return data
 
