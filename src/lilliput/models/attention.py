@@ -38,6 +38,10 @@ class AttentionShape:
         return self.softcap is None and self.sinks is None
 
 
+#: queries that are taken at a time
+_TILE = 64
+
+
 def new_pool(shape: AttentionShape, pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
     """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched."""
     return torch.empty(pages, 2 * shape.kv_heads, page_size, shape.cache_dim, dtype=dtype)
@@ -86,6 +90,7 @@ def dense(
     :returns: [rows, tokens, heads, value_dim]
     """
     rows, heads, tokens, _ = query.shape
+    given = mask
     if mask is None and shape.window is not None and shape.window < tokens:
         position = torch.arange(tokens)
         mask = (position <= position[:, None])[None]
@@ -93,7 +98,7 @@ def dense(
         position = torch.arange(tokens)
         mask = mask & (position > position[:, None] - shape.window)
     grouped = query.reshape(rows, shape.kv_heads, heads // shape.kv_heads, tokens, -1)
-    out = _attend(grouped, key[:, :, None], value[:, :, None], mask, shape)
+    out = _attend(grouped, key[:, :, None], value[:, :, None], mask, shape, causal=given is None)
     return out.reshape(rows, heads, tokens, -1).transpose(1, 2)
 
 
@@ -134,34 +139,107 @@ def _chunk(
     key, value = _gather(pool, batch, chunk.pages, shape)
     key, value = (x[:, :length].view(chunk.rows, shape.kv_heads, 1, length, -1) for x in (key, value))
     grouped = query.view(chunk.rows, chunk.tokens, shape.kv_heads, -1, shape.key_dim).permute(0, 2, 3, 1, 4)
-    causal = chunk.start == 0 and chunk.mask is None and (shape.window is None or shape.window >= length)
-    mask = None if causal else batch.chunk_mask(chunk, shape.window)
-    out = _attend(grouped, key, value, mask, shape)
+    windowed = shape.window is not None and shape.window < length
+    mask = batch.chunk_mask(chunk, shape.window) if chunk.mask is not None or windowed else None
+    out = _attend(grouped, key, value, mask, shape, causal=chunk.mask is None)
     return out.permute(0, 3, 1, 2, 4).reshape(chunk.rows * chunk.tokens, shape.heads, shape.value_dim)
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    shape: AttentionShape,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
-    """[rows, kv_heads, group, tokens, key_dim] against [rows, kv_heads, 1, length, dim]; mask None = causal."""
-    rows, kv_heads, group, tokens, _ = query.shape
-    length = key.shape[3]
+    """[rows, kv_heads, group, tokens, key_dim] against [rows, kv_heads, 1, length, dim].
+
+    The queries are the last tokens of the keys.
+
+    :param mask: bool [rows or 1, tokens, length], True = attend; None: all up to the query itself
+    :param causal: nothing attends to what comes after it, whatever the mask
+    """
+    rows, tokens, length = query.shape[0], query.shape[3], key.shape[3]
+    if shape.plain and torch.is_grad_enabled() and query.requires_grad:
+        return _attend_at_once(query, key, value, mask, shape)
     if shape.plain:
-        # One query group per (row, kv head): the fused kernel takes keys with a zero stride over the group.
-        flat = rows * kv_heads
-        q = query.reshape(flat, group, tokens, -1)
-        k, v = (x.reshape(flat, 1, length, -1).expand(flat, group, length, -1) for x in (key, value))
-        if mask is not None and mask.shape[0] > 1:
-            mask = mask[:, None].expand(rows, kv_heads, tokens, length).reshape(flat, tokens, length)
-        if mask is not None:
-            mask = mask[:, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scaling)
-        return out.view(rows, kv_heads, group, tokens, -1)
+        return _attend_in_tiles(query, key, value, mask, shape, causal=causal)
     if mask is None:
-        mask = torch.ones(tokens, length, dtype=torch.bool).tril()[None]
+        mask = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)[None]
     bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     scores = query @ key.transpose(-1, -2)
     return _weights(scores, bias[:, None, None], shape, rows) @ value
+
+
+def _attend_at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shape: AttentionShape
+) -> torch.Tensor:
+    """By torch's fused kernel, which is differentiable. No mask: as many keys as queries, causal."""
+    rows, kv_heads, group, tokens, _ = query.shape
+    flat, length = rows * kv_heads, key.shape[3]
+    # one batch entry per (row, kv head): the kernel takes keys with a zero stride over the group
+    q = query.reshape(flat, group, tokens, -1)
+    k, v = (x.reshape(flat, 1, length, -1).expand(flat, group, length, -1) for x in (key, value))
+    if mask is not None:
+        mask = mask[:, None].expand(mask.shape[0], kv_heads if mask.shape[0] > 1 else 1, tokens, length)
+        mask = mask.reshape(-1, 1, tokens, length)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=shape.scaling)
+    return out.view(rows, kv_heads, group, tokens, -1)
+
+
+def _attend_in_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    shape: AttentionShape,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """A few queries at a time, so that their scores stay in the processor's cache, and only the keys before them.
+
+    torch's fused kernel computes what a causal mask hides, too. In 16 bits two plain products are faster than its inner
+    loop; in float32 they are not. (512 queries, 1,024 keys, one core: 17 ms fused, 9 ms so.)
+    """
+    rows, kv_heads, group, tokens, _ = query.shape
+    flat, length = rows * kv_heads, key.shape[3]
+    q = query.reshape(flat, group, tokens, -1)
+    k, v = key.reshape(flat, length, -1), value.reshape(flat, length, -1)
+    out = torch.empty(flat, group, tokens, v.shape[-1], dtype=query.dtype)
+    for begin in range(0, tokens, _TILE):
+        stop = min(begin + _TILE, tokens)
+        count, first = stop - begin, length - tokens + begin
+        last = first + count if causal else length
+        lowest = max(0, first - shape.window + 1) if causal and shape.window is not None else 0
+        if mask is not None:
+            allowed = mask[:, begin:stop, lowest:last]
+        else:
+            allowed = torch.ones(1, count, last - lowest, dtype=torch.bool).tril(last - lowest - count)
+        if allowed.shape[0] > 1:
+            allowed = allowed[:, None].expand(rows, kv_heads, *allowed.shape[1:]).reshape(flat, *allowed.shape[1:])
+        keys, values = k[:, lowest:last], v[:, lowest:last]
+        if query.dtype == torch.float32:
+            out[:, :, begin:stop] = F.scaled_dot_product_attention(
+                q[:, :, begin:stop],
+                keys[:, None].expand(-1, group, -1, -1),
+                values[:, None].expand(-1, group, -1, -1),
+                attn_mask=allowed[:, None],
+                scale=shape.scaling,
+            )
+            continue
+        tile = q[:, :, begin:stop].reshape(flat, group * count, -1)
+        scores = torch.baddbmm(tile.new_empty(1), tile, keys.transpose(1, 2), beta=0, alpha=shape.scaling)
+        scores = scores.view(flat, group, count, -1)
+        if mask is None:  # only the tile itself has anything to hide
+            hidden = ~allowed[:, None, :, -count:]
+            scores[..., -count:].masked_fill_(hidden, torch.finfo(scores.dtype).min)
+        else:
+            scores.masked_fill_(~allowed[:, None], torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, dim=-1).view(flat, group * count, -1)
+        out[:, :, begin:stop] = torch.bmm(weights, values).view(flat, group, count, -1)
+    return out.view(rows, kv_heads, group, tokens, -1)
 
 
 def _weights(scores: torch.Tensor, bias: torch.Tensor, shape: AttentionShape, rows: int) -> torch.Tensor:
