@@ -17,12 +17,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture(scope="session")
 def whole(tiny_llama: Path) -> Whole:
     return Whole(tiny_llama)

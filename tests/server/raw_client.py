@@ -77,9 +77,10 @@ class Whole:
             for i, layer in enumerate(self.model.layers if prompts is not None else ())
         ]
         try:
-            return self.model(
-                inputs_embeds=hidden, attention_mask=bias, position_ids=position_ids, use_cache=False
-            ).last_hidden_state
+            with torch.set_grad_enabled(hidden.requires_grad):
+                return self.model(
+                    inputs_embeds=hidden, attention_mask=bias, position_ids=position_ids, use_cache=False
+                ).last_hidden_state
         finally:
             for hook in hooks:
                 hook.remove()

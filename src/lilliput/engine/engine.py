@@ -69,6 +69,8 @@ class Counters:
     #: tokens that a session found in kept pages and did not compute
     reused_tokens: int = 0
     largest_decode_batch: int = 0
+    #: of training passes: a block there or back for some rows
+    units: int = 0
     failures: int = 0
 
 
@@ -396,7 +398,11 @@ class Engine:
         if not self._training or self._training_credit <= 0:
             return False
         job, generator = self._training[0]
+        if job.given_up:
+            self._training.popleft()
+            return True
         begun = time.perf_counter()
+        self.counters.units += 1
         try:
             next(generator)
             self._training.rotate(-1)

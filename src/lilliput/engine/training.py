@@ -22,6 +22,7 @@ class Pass:
     :ivar hidden: [rows, tokens, hidden]; `mask`, `position_ids`, `prompts` as in `Span.dense`
     :ivar grad: of the outputs, like `hidden`
     :ivar done: called once, from the engine's thread, with the outputs (or gradients of the inputs), or an error
+    :ivar given_up: nobody waits for it any more: `done` need not be called
     """
 
     start: int
@@ -32,6 +33,7 @@ class Pass:
     position_ids: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     done: Callable[[torch.Tensor | LilliputError], None] = field(default=lambda result: None)
+    given_up: bool = False
 
 
 def check_pass(job: Pass, hidden_size: int, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ untouched, finds them. Unlike hivemind's, it lives on the server's event loop, i
 
 from __future__ import annotations
 
+import asyncio
 from typing import AsyncIterator  # noqa: UP035 (hivemind reads the annotations and knows only this one)
 
 import torch
@@ -26,6 +27,8 @@ from lilliput.wire.tensors import check_codec
 
 #: streamed answers are cut into messages of this size
 _PART_BYTES = 2 << 20
+#: while a pass is computed, so often is looked whether its client is still there (seconds)
+_LOOK_SECONDS = 0.5
 
 
 class ConnectionHandler(ServicerBase):
@@ -107,7 +110,15 @@ async def serve_passes(service: Service, channel: Channel, kind: str) -> None:
             try:
                 if received.kind != kind:
                     raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
-                output, codec = await _pass(service, received)
+                computing = asyncio.ensure_future(_pass(service, received))
+                try:
+                    while not (computing.done() or channel.gone):
+                        await asyncio.wait({computing}, timeout=_LOOK_SECONDS)
+                    if not computing.done():
+                        return
+                    output, codec = computing.result()
+                finally:
+                    computing.cancel()
             except LilliputError as e:
                 await channel.send(error_message(e))
                 continue

@@ -12,7 +12,7 @@ import torch
 
 from lilliput.engine.engine import Engine
 from lilliput.engine.training import Pass
-from lilliput.errors import BadRequest, Draining, LilliputError, WrongBlocks
+from lilliput.errors import BadRequest, Busy, Draining, LilliputError, WrongBlocks
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
 from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
@@ -38,6 +38,9 @@ class Service:
     draining: bool = False
     #: the streams with sessions that are open
     streams: set[ClientStream] = field(default_factory=set)
+    #: forward and backward passes that wait or run, and how many may
+    passes: int = 0
+    max_passes: int = 256
     #: how long sessions have lasted, a moving average (seconds)
     session_seconds: float = 20.0
 
@@ -65,6 +68,8 @@ class Service:
             raise BadRequest(
                 f"{job.hidden.shape[1]} tokens a row; this server takes at most {self.admission.max_length}"
             )
+        if self.passes >= self.max_passes:
+            raise Busy(f"{self.passes} forward and backward passes are under way, which is this server's limit")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[torch.Tensor] = loop.create_future()
 
@@ -81,5 +86,10 @@ class Service:
                 loop.call_soon_threadsafe(resolve, result)
 
         job.done = done
-        self.engine.run_pass(job)
-        return await future
+        self.passes += 1
+        try:
+            self.engine.run_pass(job)
+            return await future
+        finally:
+            self.passes -= 1
+            job.given_up = future.cancelled()

@@ -107,6 +107,11 @@ class Channel:
         """Whether more waits to be sent than should."""
         return self.unsent > _CONGESTED_BYTES
 
+    @property
+    def gone(self) -> bool:
+        """Whether the peer has closed the stream or died, and all that it sent was received."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
     async def drain(self) -> None:
         """Wait while the channel is congested. Raises `Unreachable` if the stream is broken."""
         if not self.congested:
