@@ -24,10 +24,7 @@ T = TypeVar("T")
 #: picks the next token's id from the ids so far, int64 [1, n], and the logits, float32 [1, vocabulary]
 Sampler = Callable[[torch.Tensor, torch.Tensor], int]
 
-#: streams that are answered together arrive one message after the other; wait so long for the next one (seconds)
-_QUIET_SECONDS = 0.0012
-#: and no longer than this in all
-_PATIENCE_SECONDS = 0.006
+_CYCLE_WEIGHT = 0.2
 
 
 @dataclass(eq=False)
@@ -39,6 +36,25 @@ class _Due:
     sampler: Sampler | None
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[int, torch.Tensor]]
+    arrived: float
+
+
+def seconds_to_wait(arrived: float, flying: Collection[float], *, cycle: float, stages: int, now: float) -> float:
+    """How long a stream whose hidden states are here should wait for others, so that they go on together; 0: go.
+
+    Streams that travel closer together than one stage of their way (a server, or this client) get into each other's way
+    at every stage; together they take hardly longer than alone. Those that are further apart keep different machines
+    busy, and stay apart.
+
+    :param arrived: when the first of those that wait came back
+    :param flying: when each of those that are under way left
+    :param cycle: how long they usually take
+    :param stages: servers of the chain, and one
+    """
+    until = arrived + cycle / stages
+    if now >= until or not any(left + cycle <= until for left in flying):
+        return 0.0
+    return until - now
 
 
 class Decoder:
@@ -49,8 +65,10 @@ class Decoder:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._streams = 0
         self._due: list[_Due] = []
+        #: when the last token of each stream that is under way left
+        self._flying: dict[int, float] = {}
+        self._cycle, self._stages = 0.0, 2
         self._arrived = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
@@ -89,31 +107,35 @@ class Decoder:
         if session is None:
             remote = self._model._remote_model
             session = AsyncInferenceSession(remote, max_length=len(input_ids) + max_new_tokens, bid=bid)
-        self._streams += 1
+        key = id(session)
         try:
             ids = list(input_ids)
             tokens = torch.tensor([ids])
             hidden = await asyncio.to_thread(self._embed, tokens)
             hidden = await session.step(hidden, tokens=tokens, needed=1)
+            self._stages = len(session.hops) + 1
             for number in range(max_new_tokens):
-                token, embedded = await self._next(hidden[:, -1:], ids, sampler)
+                token, embedded = await self._next(key, hidden[:, -1:], ids, sampler)
                 if token in stop_ids:
                     return
                 ids.append(token)
                 yield token
                 if number + 1 < max_new_tokens:
+                    self._flying[key] = time.monotonic()
                     hidden = await session.step(embedded, tokens=torch.tensor([[token]]), needed=1)
         finally:
-            self._streams -= 1
+            self._flying.pop(key, None)
             if own:
                 await session.close()
 
     def _next(
-        self, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None
+        self, key: int, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None
     ) -> asyncio.Future[tuple[int, torch.Tensor]]:
-        loop = asyncio.get_running_loop()
-        due = _Due(hidden, ids, sampler, loop, loop.create_future())
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        due = _Due(hidden, ids, sampler, loop, loop.create_future(), now)
         with self._arrived:
+            if (left := self._flying.pop(key, None)) is not None:
+                self._cycle += (now - left - self._cycle) * (_CYCLE_WEIGHT if self._cycle else 1.0)
             self._due.append(due)
             self._arrived.notify()
         return due.future
@@ -127,10 +149,14 @@ class Decoder:
                     self._arrived.wait()
                 if self._closed and not self._due:
                     return
-                until = time.monotonic() + _PATIENCE_SECONDS
-                while len(self._due) < self._streams and time.monotonic() < until:
-                    if not self._arrived.wait(_QUIET_SECONDS):
-                        break
+                while seconds := seconds_to_wait(
+                    self._due[0].arrived,
+                    list(self._flying.values()),
+                    cycle=self._cycle,
+                    stages=self._stages,
+                    now=time.monotonic(),
+                ):
+                    self._arrived.wait(seconds)
                 wave, self._due = self._due, []
             try:
                 results: list[Any] = self._compute(wave)
