@@ -25,7 +25,7 @@ def whole(tiny_llama: Path) -> Whole:
 @pytest.fixture(scope="session")
 def server(tiny_llama: Path) -> Iterator[Server]:
     """All six blocks of the tiny model, with room for 256 pages."""
-    with serving(tiny_llama, max_step_tokens=1024) as server:
+    with serving(tiny_llama, max_step_tokens=1024, declare_uids=True) as server:
         yield server
 
 

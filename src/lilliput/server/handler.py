@@ -23,6 +23,7 @@ from lilliput.models.sources import uid_prefix
 from lilliput.server.service import Service
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
+from lilliput.wire.limits import DEFAULT_LIMITS
 from lilliput.wire.tensors import check_codec
 
 #: streamed answers are cut into messages of this size
@@ -89,9 +90,14 @@ class ConnectionHandler(ServicerBase):
         self, requests: AsyncIterator[runtime_pb2.ExpertRequest], *, backward: bool
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         uids: set[str] = set()
+        left = DEFAULT_LIMITS.max_payload_bytes
 
         async def parts() -> AsyncIterator[list[runtime_pb2.Tensor]]:
+            nonlocal left
             async for request in requests:
+                left -= request.ByteSize()
+                if left < 0:
+                    raise BadRequest(f"more than {DEFAULT_LIMITS.max_payload_bytes} bytes in one request")
                 uids.add(request.uid)
                 yield list(request.tensors)
 
