@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lilliput import errors as errors
+    from lilliput.client.connection import Patience as Patience
     from lilliput.client.model import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from lilliput.client.sequential import RemoteSequential as RemoteSequential
     from lilliput.client.session import InferenceSession as InferenceSession
@@ -19,10 +20,11 @@ _HOMES = {
     "AutoDistributedModelForCausalLM": "lilliput.client.model",
     "RemoteSequential": "lilliput.client.sequential",
     "InferenceSession": "lilliput.client.session",
+    "Patience": "lilliput.client.connection",
     "Server": "lilliput.server.server",
 }
 
-__all__ = ["AutoDistributedModelForCausalLM", "InferenceSession", "RemoteSequential", "Server", "__version__", "errors"]
+__all__ = [*_HOMES, "__version__", "errors"]
 
 
 def __getattr__(name: str) -> Any:

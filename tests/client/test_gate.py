@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lilliput.client.gate import _follows, _mask_of, _position_ids_of, _without_repeats
+from lilliput.client.gate import _follows, _mask_of, _position_ids_of, _repeats
 from lilliput.client.history import PADDING
 from lilliput.errors import BadRequest
 
@@ -67,11 +67,7 @@ def test_positions_made_of_the_padding_are_recognised() -> None:
     assert not _follows(torch.tensor([[0, 1, 2, 3, 4]]), padding, 0)
 
 
-def test_rows_that_begin_alike_are_computed_once() -> None:
+def test_rows_that_begin_alike_are_found() -> None:
     tokens = torch.tensor([[1, 2], [1, 2], [3, 4], [3, 4], [1, 2]])
-    hidden = torch.randn(5, 2, 3)
-    unique, first, inverse = _without_repeats(tokens, hidden)
-    assert unique.tolist() == [[1, 2], [3, 4], [1, 2]]
-    assert inverse == [0, 0, 1, 1, 2]
-    assert torch.equal(first, hidden[[0, 2, 4]])
-    assert _without_repeats(tokens[1:3], hidden[1:3])[2] is None
+    assert _repeats(tokens) == ([0, 2, 4], [0, 0, 1, 1, 2])
+    assert _repeats(tokens[1:3]) is None

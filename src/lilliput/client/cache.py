@@ -66,7 +66,7 @@ class SwarmCache(Cache):  # type: ignore[misc]
     # -- changing it
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens; or, as releases before 5.20 have it, all but the first `tokens`."""
+        """Forget the last `-tokens` tokens; or, if positive, all but the first `tokens`, as older releases mean it."""
         position = self.session.position
         if tokens < 0:
             self.session.position = max(position + tokens, 0)

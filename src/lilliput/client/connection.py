@@ -98,8 +98,7 @@ class Connection:
 
     def _asked(self, model: str, done: asyncio.Future[list[ServerRecord]]) -> None:
         del self._asking[model]
-        if not done.cancelled():
-            done.exception()  # whoever waited has it; a look-up in the background may fail
+        _retrieve(done)
 
     async def _look_up(self, model: str) -> list[ServerRecord]:
         records = await directory.find(await self.node(), model)
@@ -155,6 +154,7 @@ class Connection:
             return PeerStream(await self.open(peer_id, FORWARD_INCREMENTAL, within=within), peer_id)
 
         opening = self._session_streams[peer_id] = asyncio.ensure_future(open_stream())
+        opening.add_done_callback(_retrieve)
         return await asyncio.shield(opening), True
 
     async def ask(
@@ -215,6 +215,12 @@ class Connection:
         self._starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, LilliputError):
             await (await self._starting).stop()
+
+
+def _retrieve(done: asyncio.Future[Any]) -> None:
+    """Whoever waited has the error; if nobody did, nobody misses it."""
+    if not done.cancelled():
+        done.exception()
 
 
 def _is_usable(opening: asyncio.Future[PeerStream]) -> bool:

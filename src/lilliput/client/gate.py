@@ -137,27 +137,30 @@ class _Step:
         if position_ids is not None and not _follows(position_ids, padding, position):
             tokens = None
 
-        inverse: list[int] | None = None
-        if position == 0 and rows > 1 and tokens is not None and mask is None:
-            tokens, hidden, inverse = _without_repeats(tokens, hidden)
-            if inverse is not None and position_ids is not None:
-                position_ids = None if _is_default(position_ids, 0) else position_ids[: hidden.shape[0]]
+        repeats = _repeats(tokens) if position == 0 and rows > 1 and tokens is not None else None
+        if repeats is not None:  # beams begin alike: they are computed once
+            first = repeats[0]
+            hidden = hidden[first]
+            tokens, mask, position_ids = (None if t is None else t[first] for t in (tokens, mask, position_ids))
         outputs = session.step(hidden, tokens=tokens, needed=call.needed, mask=mask, position_ids=position_ids)
-        if inverse is not None:
-            session.reorder(inverse)
-            outputs = outputs[inverse]
+        if repeats is not None:
+            session.reorder(repeats[1])
+            outputs = outputs[repeats[1]]
         if outputs.shape[1] < count:  # the servers had the beginning in their caches, and nobody asks for its outputs
             outputs = nn.functional.pad(outputs, (0, 0, count - outputs.shape[1], 0))
         return outputs.to(self.hidden.device)
 
 
-def _without_repeats(tokens: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
-    """The rows that differ, and for each old row which of them it equals: beams begin alike and are computed once."""
+def _repeats(tokens: torch.Tensor) -> tuple[list[int], list[int]] | None:
+    """The rows of `tokens` `[rows, n]` that differ from those before them, and for each row which of these it equals.
+
+    None if all differ.
+    """
     unique, inverse = torch.unique_consecutive(tokens, dim=0, return_inverse=True)
     if len(unique) == len(tokens):
-        return tokens, hidden, None
-    first = torch.tensor([inverse.tolist().index(row) for row in range(len(unique))])
-    return unique, hidden[first], inverse.tolist()
+        return None
+    rows: list[int] = inverse.tolist()
+    return [rows.index(row) for row in range(len(unique))], rows
 
 
 def _mask_of(

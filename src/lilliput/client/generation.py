@@ -113,7 +113,7 @@ class DistributedMixin:
         if option("max_new_tokens"):
             length += option("max_new_tokens")
         else:
-            length = option("max_length") or length + _DEFAULT_NEW_TOKENS
+            length = max(option("max_length") or 0, length + _DEFAULT_NEW_TOKENS)
         with contextlib.closing(self._session(max(length, 1), rows=rows, extend=True)) as session:
             return hugging_face(**{_CACHE_NAME: SwarmCache(session, len(self.remote))})
 
