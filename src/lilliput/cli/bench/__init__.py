@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +27,9 @@ def bench(
 
     Rounds of both alternate, so that a busy machine slows both: read the ratio rather than one figure.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lilliput.cli.process import share_cores
+
+    share_cores()
     from lilliput.cli.bench.report import Report
     from lilliput.cli.bench.suite import run
 

@@ -17,7 +17,7 @@ class Reference:
     """A process that measures when told to."""
 
     def __init__(self, folder: str, dtype: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lilliput.cli.bench.reference", folder, dtype],
             stdin=subprocess.PIPE,

@@ -176,9 +176,7 @@ def _side_by_side(
 _FIRST_TOKEN = """
 import sys
 folder, dtype, *peers = sys.argv[1:]
-import os
 if peers:
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from lilliput import AutoDistributedModelForCausalLM
     model = AutoDistributedModelForCausalLM.from_pretrained(folder, initial_peers=peers, dtype=dtype)
 else:
