@@ -18,6 +18,10 @@ import uuid
 from pathlib import Path
 
 import psutil
+from click.testing import Result
+from typer.testing import CliRunner
+
+from lilliput.cli.main import app
 
 #: names what a test starts, in the environment of all its processes
 _MARK = "LILLIPUT_TEST_MARK"
@@ -149,3 +153,9 @@ class Terminal:
                 return False
             self.screen += _CSI.sub("", shown.decode(errors="replace")).replace("\r\n", "\n")
         return True
+
+
+def invoke(*arguments: str, stdin: str = "") -> Result:
+    """Run a command in this process, which has the libraries loaded."""
+    environment = {"LILLIPUT_PEERS": "", "HF_HUB_OFFLINE": "1"}
+    return CliRunner().invoke(app, list(arguments), input=stdin, env=environment)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -73,13 +74,17 @@ class Chat:
         """Ask for questions and answer them, until the person leaves."""
         servers = len(self._model.chain())
         self._output.remark(f"{self._model.name} on {servers} {'server' if servers == 1 else 'servers'}. {_HELP}")
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 (from now on, `input` edits lines and remembers them)
+        typed = _line_editor()
         while True:
             try:
                 question = input("> ").strip()
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 self._output.write("\n")
+                return
+            except KeyboardInterrupt:
+                self._output.write("\n")
+                if typed():
+                    continue  # as in a shell, it drops the line
                 return
             if question == "/quit":
                 return
@@ -96,7 +101,7 @@ class Chat:
         except KeyboardInterrupt:
             pass
         except LilliputError as e:
-            complain(f"{e}. The conversation is kept: ask again.")
+            complain(f"{e} (the conversation is kept: ask again)")
 
     def ask(self, question: str) -> None:
         """Answer one question, and say how fast."""
@@ -109,6 +114,15 @@ class Chat:
         finally:
             self._output.end_line()
         self._output.remark(f"({answer.pace})")
+
+
+def _line_editor() -> Callable[[], str]:
+    """From now on `input` edits lines and remembers them, if it can. Returns what tells what is typed."""
+    try:
+        import readline
+    except ImportError:
+        return str
+    return readline.get_line_buffer
 
 
 def answer_lines(conversation: Conversation, model: LanguageModel, *, with_pace: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shutil
 import sys
 import threading
@@ -19,6 +20,7 @@ from lilliput.cli.conversation import Conversation
 from lilliput.cli.language_model import LanguageModel, load_libraries
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
 from lilliput.cli.logs import Verbose
+from lilliput.cli.nursery import Nursery
 from lilliput.cli.output import remark
 from lilliput.cli.progress import drawn
 from lilliput.errors import BadRequest
@@ -45,25 +47,24 @@ def demo(
     began = time.perf_counter()
     from lilliput.models.sources import resolve
 
-    # importing takes as long in here as in the servers: begin at once
-    loaded = threading.Event()
-    threading.Thread(target=_try_to_load_libraries, args=(loaded,), name="libraries").start()
-    with drawn() as progress:
-        files = resolve(_MODEL, progress=progress)
-    blocks = int(files.config()["num_hidden_layers"])
-    if servers > blocks:
-        raise BadRequest(f"{files.name} has {blocks} blocks; more servers than that find nothing to hold")
-    bounds = [blocks * number // servers for number in range(servers + 1)]
-    spans = list(itertools.pairwise(bounds))
     with contextlib.ExitStack() as stack:
+        nursery = stack.enter_context(Nursery())
+        loaded = stack.enter_context(_libraries_loading())
+        with drawn() as progress:
+            files = resolve(_MODEL, progress=progress)
+        blocks = int(files.config()["num_hidden_layers"])
+        if servers > blocks:
+            raise BadRequest(f"{files.name} has {blocks} blocks; more servers than that find nothing to hold")
+        bounds = [blocks * number // servers for number in range(servers + 1)]
+        spans = list(itertools.pairwise(bounds))
         with _bars(spans) as changed:
-            swarm = stack.enter_context(LocalSwarm(_MODEL, spans, options=["--dtype", dtype], changed=changed))
+            swarm = LocalSwarm(_MODEL, spans, options=["--dtype", dtype], changed=changed, nursery=nursery)
+            stack.enter_context(swarm)
             loaded.wait()
         model = stack.enter_context(LanguageModel.open(_MODEL, swarm.initial_peers, dtype=dtype, notice=remark))
         remark(f"Ready after {time.perf_counter() - began:.1f} s. See who holds what with")
         remark(f"  {_own_name()} status --initial-peers {swarm.initial_peers[0]}")
-        conversation = stack.enter_context(contextlib.closing(Conversation(model, notice=remark)))
-        chat = Chat(conversation, model)
+        chat = Chat(stack.enter_context(contextlib.closing(Conversation(model, notice=remark))), model)
         if question is None and at_a_terminal():
             chat.talk()
         else:
@@ -71,10 +72,26 @@ def demo(
             chat.ask(question or _QUESTION)
 
 
-def _try_to_load_libraries(tried: threading.Event) -> None:
-    with contextlib.suppress(Exception):  # it will be tried again, where somebody hears of it
-        load_libraries()
-    tried.set()
+@contextlib.contextmanager
+def _libraries_loading() -> Iterator[threading.Event]:
+    """Import what the client needs in a thread: it takes as long as in the servers. Yields what tells when it is done.
+
+    Nothing can interrupt an import, so whoever interrupts the block before ends the process.
+    """
+    tried = threading.Event()
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # it will be tried again, where somebody hears of it
+            load_libraries()
+        tried.set()
+
+    threading.Thread(target=load, name="libraries").start()
+    try:
+        yield tried
+    except (KeyboardInterrupt, SystemExit, OSError) as e:  # OSError: the terminal is gone
+        if not tried.is_set():
+            os._exit(int(e.code or 0) if isinstance(e, SystemExit) else 130)
+        raise
 
 
 @contextlib.contextmanager
@@ -91,7 +108,7 @@ def _bars(spans: Sequence[tuple[int, int]]) -> Iterator[Callable[[LocalServer], 
     columns = (rich.SpinnerColumn(finished_text="✓"), rich.TextColumn("{task.description}"), rich.BarColumn(30))
     with rich.Progress(*columns, rich.TextColumn("{task.fields[stage]}"), console=console) as bars:
         tasks = {
-            span: bars.add_task("server for blocks {}:{}".format(*span), total=_STAGES, stage="starting")
+            span: bars.add_task("server for blocks {}:{}".format(*span), total=_STAGES, stage="loading libraries")
             for span in spans
         }
 

@@ -9,12 +9,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, Protocol, cast
 
+from lilliput.cli.nursery import Nursery
 from lilliput.errors import LilliputError
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 8.0
+
+
+class Process(Protocol):
+    """What is used of a `subprocess.Popen`."""
+
+    pid: int
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 class LocalServer:
@@ -26,24 +40,18 @@ class LocalServer:
         start_seconds: from starting the process to its word that it serves
     """
 
-    def __init__(self, command: Sequence[str], blocks: tuple[int, int], changed: Callable[[LocalServer], None]) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, process: Process, blocks: tuple[int, int], began: float, changed: Callable[[LocalServer], None]
+    ) -> None:
+        self.process, self.blocks = process, blocks
         self.stages: list[str] = []
         self.addresses: list[str] = []
         self.peer_id = ""
         self.start_seconds = 0.0
-        self._changed = changed
-        self._began = time.perf_counter()
+        self._changed, self._began = changed, began
         self._decided = threading.Event()
         self._complaints: list[str] = []
-        # a session of its own: Ctrl-C in the terminal is for us, and we end the servers in order
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-        self._readers = [
-            threading.Thread(target=read, args=(stream,), daemon=True)
-            for read, stream in ((self._hear, self.process.stdout), (self._pass_on, self.process.stderr))
-        ]
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._hear, self._pass_on)]
         for reader in self._readers:
             reader.start()
 
@@ -58,7 +66,6 @@ class LocalServer:
     def join(self, peers: Sequence[str]) -> None:
         """Tell it whom to join: it waits for that."""
         with contextlib.suppress(OSError):  # it has failed already; `wait` says why
-            assert self.process.stdin is not None
             self.process.stdin.write(json.dumps(list(peers)).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -69,14 +76,12 @@ class LocalServer:
             return
         self.kill()
         self._readers[1].join(1.0)
-        silence = f"it ended with code {self.process.returncode}" if in_time else "it took too long"
-        reason = self._complaints[-1] if self._complaints else silence
+        reason = self._complaints[-1] if self._complaints else "it ended" if in_time else "it took too long"
         raise LilliputError(f"the server for blocks {self.blocks[0]}:{self.blocks[1]} did not start: {reason}")
 
     def let_go(self) -> None:
         """Tell it to leave; does not wait."""
         with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
             self.process.stdin.close()
 
     def kill(self) -> None:
@@ -84,9 +89,9 @@ class LocalServer:
         self.process.kill()
         self.process.wait()
 
-    def _hear(self, stdout: IO[bytes]) -> None:
+    def _hear(self) -> None:
         """What it tells its supervisor."""
-        with contextlib.suppress(OSError), stdout:
+        with contextlib.suppress(OSError), self.process.stdout as stdout:
             for line in stdout:
                 with contextlib.suppress(ValueError):  # a library may print, too
                     self._take(json.loads(line))
@@ -101,9 +106,9 @@ class LocalServer:
             self._decided.set()
         self._changed(self)
 
-    def _pass_on(self, stderr: IO[bytes]) -> None:
+    def _pass_on(self) -> None:
         """What it says to a person: while it starts, the last line may be why it fails."""
-        with contextlib.suppress(OSError), stderr:
+        with contextlib.suppress(OSError), self.process.stderr as stderr:
             for line in stderr:
                 text = line.decode(errors="replace").rstrip()
                 if self.addresses:
@@ -119,6 +124,7 @@ class LocalSwarm:
 
     :param options: further arguments of `lilliput serve`
     :param changed: called, in any thread, when a server has come further
+    :param nursery: starts the servers, faster than they start by themselves
     """
 
     def __init__(
@@ -128,8 +134,10 @@ class LocalSwarm:
         *,
         options: Sequence[str] = (),
         changed: Callable[[LocalServer], None] = lambda server: None,
+        nursery: Nursery | None = None,
     ) -> None:
-        self.model, self.spans, self.options, self.changed = model, list(spans), list(options), changed
+        self.model, self.spans, self.options = model, list(spans), list(options)
+        self.changed, self.nursery = changed, nursery
         self.servers: list[LocalServer] = []
 
     @property
@@ -157,9 +165,11 @@ class LocalSwarm:
         known = self.initial_peers
         started: list[LocalServer] = []
         for start, end in spans:
-            command = [sys.executable, "-m", "lilliput.cli", "serve", self.model, "--blocks", f"{start}:{end}"]
-            command += ["--host", "127.0.0.1", "--supervised", *self.options, *options]
-            started.append(LocalServer(command, (start, end), self.changed))
+            arguments = ["serve", self.model, "--blocks", f"{start}:{end}", "--host", "127.0.0.1", "--supervised"]
+            arguments += [*self.options, *options]
+            began = time.perf_counter()
+            process = self.nursery.spawn(arguments) if self.nursery else _process(arguments)
+            started.append(LocalServer(process, (start, end), began, self.changed))
             self.servers.append(started[-1])
         if not known:  # the first begins a swarm; the others wait for it with their libraries loaded
             first, *started = started
@@ -182,3 +192,10 @@ class LocalSwarm:
                 server.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 server.kill()
+
+
+def _process(arguments: Sequence[str]) -> Process:
+    """`lilliput ARGUMENTS`, in a session of its own: Ctrl-C in the terminal is for us, and we end servers in order."""
+    command = [sys.executable, "-m", "lilliput.cli", *arguments]
+    pipe = subprocess.PIPE
+    return cast(Process, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SPIN_COUNT = "10000"
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
 
@@ -33,6 +35,12 @@ def share_cores() -> None:
     many turns (about 0.2 ms) bridge the gaps inside a step and nothing else.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+
+
+def end_with_parent(signum: int) -> None:
+    """Get a signal when the thread that started this process ends, however it does; only Linux can."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signum)
 
 
 @contextlib.contextmanager
@@ -67,9 +75,5 @@ def _tie_daemons_to_us() -> None:
     """
     import asyncio.subprocess as processes
 
-    ties: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "linux":
-        import ctypes
-
-        ties["preexec_fn"] = partial(ctypes.CDLL(None).prctl, _PR_SET_PDEATHSIG, signal.SIGTERM)
+    ties: dict[str, Any] = {"start_new_session": True, "preexec_fn": partial(end_with_parent, signal.SIGTERM)}
     processes.create_subprocess_exec = partial(processes.create_subprocess_exec, **ties)  # type: ignore[assignment]
