@@ -25,6 +25,7 @@ from lilliput.engine.pages import PagePool
 from lilliput.engine.rates import Rates
 from lilliput.engine.scheduler import Absent, Budget, Waiting, plan_round, worth_waiting
 from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.engine.threads import Threads
 from lilliput.engine.training import Pass, check_pass, units
 from lilliput.errors import BadRequest, LilliputError, ServerFailure, SessionExpired
 from lilliput.models.span import Span
@@ -86,6 +87,7 @@ class Engine:
         self.pool = PagePool(pages, page_size)
         self.counters = Counters()
         self.rates = Rates()
+        self.threads = Threads()
         self._caches = span.new_pools(pages, page_size)
         self._sessions: dict[CacheSession, _Generating] = {}
         self._training: deque[tuple[Pass, Generator[None, None, torch.Tensor]]] = deque()
@@ -325,6 +327,7 @@ class Engine:
         try:
             hidden, batch, ordered = pack(slices, self.pool.page_size, self.span.dtype)
             first = ordered[0].session
+            self.threads.use_for(hidden.shape[0])
             outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
         except Exception as e:
             if len(slices) > 1:  # one of them broke it; the others need not suffer
@@ -401,6 +404,7 @@ class Engine:
         if job.given_up:
             self._training.popleft()
             return True
+        self.threads.use_for(job.hidden.shape[0] * job.hidden.shape[1])
         begun = time.perf_counter()
         self.counters.units += 1
         try:

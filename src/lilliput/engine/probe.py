@@ -1,4 +1,4 @@
-"""A moment's measurement of an engine before it meets the network: what a session may expect, and warm kernels."""
+"""A short measurement of an engine before it meets the network: how many threads to use, what sessions may expect."""
 
 from __future__ import annotations
 
@@ -7,23 +7,60 @@ from concurrent.futures import Future
 import torch
 
 from lilliput.engine.engine import Engine
-from lilliput.engine.session import Step
+from lilliput.engine.session import CacheSession, Step, StepOutput
 
 _PREFIX_TOKENS = 64
 _DECODE_STEPS = 3
+#: rounds of so many rows, one token each, are tried with different numbers of threads
+_ROWS = (2, 8, 16)
+_TRIES = 4
 
 
 def measure(engine: Engine) -> None:
-    """Run a short prefix and some tokens through the whole span, so that `engine.rates` tell something."""
-    span = engine.span
-    length = min(_PREFIX_TOKENS, engine.pool.count * engine.pool.page_size - _DECODE_STEPS)
-    session = engine.open(span.start, span.end, rows=1, max_length=length + _DECODE_STEPS).result()
-    try:
+    """Run some tokens through the whole span: `engine.threads` learn, `engine.rates` tell, kernels are warm."""
+    room = engine.pool.count * engine.pool.page_size
+    for rows in _ROWS:
+        if rows * engine.pool.page_size <= room:
+            _try_threads(engine, rows)
+    length = min(_PREFIX_TOKENS, room - _DECODE_STEPS)
+    engine.rates.forget()
+    with _Session(engine, 1, length + _DECODE_STEPS) as session:
         for tokens in (length, *[1] * _DECODE_STEPS):
-            finished: Future[object] = Future()
-            engine.submit(session, Step(torch.zeros(1, tokens, span.hidden_size), done=finished.set_result))
-            result = finished.result()
-            if isinstance(result, Exception):
-                raise result
-    finally:
-        engine.close(session).result()
+            session.step(tokens)
+
+
+def _try_threads(engine: Engine, rows: int) -> None:
+    candidates = engine.threads.candidates()
+    if len(candidates) == 1:
+        return
+    seconds: dict[int, float] = {}
+    with _Session(engine, rows, engine.pool.page_size) as session:
+        for count in candidates:
+            engine.call(lambda count=count: engine.threads.fix(count)).result()  # type: ignore[misc]
+            seconds[count] = min(session.step(1).compute_seconds for _ in range(_TRIES))
+    engine.call(lambda: engine.threads.learn(rows, seconds)).result()
+
+
+class _Session:
+    """A session of zeros."""
+
+    def __init__(self, engine: Engine, rows: int, max_length: int) -> None:
+        self._engine, self._rows = engine, rows
+        span = engine.span
+        self._session: CacheSession = engine.open(span.start, span.end, rows=rows, max_length=max_length).result()
+
+    def __enter__(self) -> _Session:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._engine.close(self._session).result()
+
+    def step(self, tokens: int) -> StepOutput:
+        finished: Future[object] = Future()
+        hidden = torch.zeros(self._rows, tokens, self._engine.span.hidden_size)
+        self._engine.submit(self._session, Step(hidden, done=finished.set_result))
+        result = finished.result()
+        if isinstance(result, Exception):
+            raise result
+        assert isinstance(result, StepOutput)
+        return result

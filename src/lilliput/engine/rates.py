@@ -24,6 +24,10 @@ class Rates:
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         self.prefill_tokens_per_second = _blend(self.prefill_tokens_per_second, tokens / max(seconds, 1e-9))
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self.decode_round_seconds = self.decode_rows = self.prefill_tokens_per_second = 0.0
+
     @property
     def session_tokens_per_second(self) -> float:
         """What one more session may expect for each of its rows: a round for every token."""

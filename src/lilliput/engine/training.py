@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lilliput.engine.packing import attend_to_self
 from lilliput.engine.session import as_finite
 from lilliput.errors import BadRequest, LilliputError
 from lilliput.models.span import Span
@@ -56,6 +57,8 @@ def check_pass(job: Pass, hidden_size: int, dtype: torch.dtype) -> None:
         job.mask.dtype != torch.bool or tuple(job.mask.shape) not in ((rows, tokens, tokens), (1, tokens, tokens))
     ):
         raise BadRequest(f"the mask must be bool [{rows} or 1, {tokens}, {tokens}], not {list(job.mask.shape)}")
+    if job.mask is not None:
+        job.mask = attend_to_self(job.mask, 0)
     if job.position_ids is not None and (
         tuple(job.position_ids.shape) != (rows, tokens)
         or job.position_ids.dtype not in (torch.int64, torch.int32)
