@@ -343,6 +343,6 @@ def assert_nothing_left(server: Server, besides: Sequence[Session] = ()) -> None
 @contextlib.contextmanager
 def serving(model: Path, blocks: tuple[int, int] = (0, BLOCKS), **options: Any) -> Iterator[Server]:
     """A server in this process, exact enough to compare with."""
-    server = Server(str(model), blocks, dtype="float32", **{"cache_tokens": 8192, **options})
+    server = Server(str(model), blocks, **{"dtype": "float32", "cache_tokens": 8192, **options})
     with server:
         yield server

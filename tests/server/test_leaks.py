@@ -28,6 +28,7 @@ from raw_client import (
 from lilliput import Server
 from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, Draining, LilliputError, SessionExpired
+from lilliput.server import client_stream
 from lilliput.wire import lilliput_pb2 as pb
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -131,6 +132,27 @@ def test_one_who_leaves_between_two_slices_of_a_prefix(server: Server, peer: Pee
         gate.set()
     assert_nothing_left(server)
     assert engine.counters.tokens - tokens == engine.budget.alone
+
+
+def test_a_client_is_not_read_while_much_of_it_waits(
+    server: Server, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps are bounded in number and in bytes. All are answered in the end."""
+    service = service_of(server)
+    monkeypatch.setattr(client_stream, "_IN_FLIGHT_BYTES", 100_000)
+    large, many = peer.session(max_length=2048), peer.session()
+    gate = threading.Event()
+    service.engine.call(gate.wait)
+    for _ in range(6):
+        large.submit(torch.randn(1, 200, HIDDEN), start_position=0)  # 51 kB
+    for _ in range(20):
+        many.submit(torch.randn(1, 1, HIDDEN), start_position=0)
+    wait_until(lambda: sorted(stream._in_flight for stream in service.streams) == [2, 8])
+    gate.set()
+    for session, count in ((large, 6), (many, 20)):
+        for _ in range(count):
+            session.output()
+        session.bye()
 
 
 def test_many_come_and_go(server: Server, peer: Peer, stranger: Peer) -> None:

@@ -71,6 +71,22 @@ def test_masks_positions_and_prompts(peer: Peer, whole: Whole) -> None:
         stream.close()
 
 
+def test_padding_that_attends_to_nothing(peer: Peer, whole: Whole) -> None:
+    """It attends to itself, as in a session, and harms no gradient."""
+    mask = torch.ones(2, 12, 12, dtype=torch.bool).tril()
+    mask[1, :, :5] = False
+    hidden, grad = torch.randn(2, 12, HIDDEN), torch.randn(2, 12, HIDDEN)
+    inputs = hidden.clone().requires_grad_()
+    expected = whole(inputs, mask=mask | torch.eye(12, dtype=torch.bool))
+    expected.backward(grad)
+    assert inputs.grad is not None
+    streams = peer.stream(FORWARD), peer.stream(BACKWARD)
+    assert difference(forward(streams[0], hidden, mask=mask), expected.detach()) < TOLERANCE
+    assert difference(backward(streams[1], hidden, grad, mask=mask), inputs.grad) < TOLERANCE
+    for stream in streams:
+        stream.close()
+
+
 def test_a_large_pass_and_several_on_one_stream(peer: Peer, whole: Whole) -> None:
     """8 MB, cut into several units of rows."""
     stream = peer.stream(FORWARD)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from raw_client import BLOCKS, HIDDEN, TOLERANCE, Peer, Whole, difference, service_of
+from raw_client import BLOCKS, HIDDEN, TOLERANCE, Peer, Whole, difference, service_of, serving
 
 from lilliput import Server
 from lilliput.errors import BadRequest, CacheFull, TooLong
@@ -399,6 +400,23 @@ def test_a_codec_makes_messages_smaller(peer: Peer) -> None:
     assert sizes == {"none": 10 * HIDDEN * 4, "float16": 10 * HIDDEN * 2, "int8": 10 * (HIDDEN + 4)}
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 5e-2), ("float16", 1e-2)])
+def test_servers_that_compute_in_fewer_bits(tiny_llama: Path, whole: Whole, dtype: str, tolerance: float) -> None:
+    with serving(tiny_llama, (0, 2), dtype=dtype, cache_tokens=1024) as server:
+        peer = Peer(server, whole)
+        session = peer.session(0, 2)
+        inputs = torch.randn(1, 50, HIDDEN)
+        outputs = [session.step(part)[1] for part in inputs.split([40, 1, 9], dim=1)]
+        assert {output.dtype for output in outputs} == {getattr(torch, dtype)}
+        assert difference(torch.cat(outputs, dim=1), whole(inputs, 0, 2)) < tolerance
+        refusal = session.refused(torch.full((1, 1, HIDDEN), 3.4e38))  # float32 holds it
+        assert isinstance(refusal, BadRequest)
+        assert dtype in str(refusal)
+        session.step(inputs[:, :1])
+        session.bye()
+        peer.stop()
+
+
 # ---- several sessions on one stream ----
 
 
@@ -432,6 +450,12 @@ def test_sessions_on_one_stream_are_told_apart_and_end_one_by_one(server: Server
         assert received is not None
         assert received.session == number
         assert difference(received.tensors["hidden"], whole(inputs[number])[:, 11:]) < TOLERANCE
+    # one that cannot be opened disturbs nobody either
+    stream.send(pb.Message(open=pb.Open(start=0, end=77, rows=1, max_length=8), session=1))
+    received = stream.receive()
+    assert received is not None
+    assert (received.kind, received.session) == ("error", 1)
+    assert received.body.closed  # type: ignore[attr-defined]
     stream.send(pb.Message(open=pb.Open(start=0, end=1, rows=1, max_length=8), session=1))  # the number is free again
     received = stream.receive()
     assert received is not None

@@ -17,11 +17,14 @@ from lilliput.server.served_session import ServedSession
 from lilliput.server.service import Service
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
+from lilliput.wire.limits import DEFAULT_LIMITS
 
 logger = logging.getLogger(__name__)
 
 #: steps under way, for each session of the stream; past that the stream is not read
 _IN_FLIGHT_PER_SESSION = 8
+#: and past so many bytes of their tensors
+_IN_FLIGHT_BYTES = DEFAULT_LIMITS.max_payload_bytes
 #: a stream with so many sessions gets no more: open another one
 _MAX_SESSIONS = 1024
 
@@ -36,7 +39,7 @@ class ClientStream:
     def __init__(self, service: Service, channel: Channel, peer: str) -> None:
         self.service, self.channel, self.peer = service, channel, peer
         self.loop = asyncio.get_running_loop()
-        self.in_flight = 0
+        self._in_flight = self._in_flight_bytes = 0
         self._room = asyncio.Event()
         self._sessions: dict[int, ServedSession] = {}
         self._arrived: list[tuple[CacheSession, Step]] = []
@@ -84,15 +87,17 @@ class ClientStream:
         message.session = number
         self.channel.post(message, {"hidden": hidden} if hidden is not None else None, codec=codec)
 
-    def submit(self, session: CacheSession, step: Step) -> None:
-        """Hand a step to the engine, together with all others that are read in this turn of the loop."""
-        self.in_flight += 1
+    def submit(self, session: CacheSession, step: Step, size: int) -> None:
+        """Hand a step of so many bytes to the engine, with all others that are read in this turn of the loop."""
+        self._in_flight += 1
+        self._in_flight_bytes += size
         if not self._arrived:
             self.loop.call_soon(self._submit_arrived)
         self._arrived.append((session, step))
 
-    def answered(self) -> None:
-        self.in_flight -= 1
+    def answered(self, size: int) -> None:
+        self._in_flight -= 1
+        self._in_flight_bytes -= size
         self._room.set()
 
     def forget(self, number: int) -> None:
@@ -110,10 +115,14 @@ class ClientStream:
             if self.channel.congested:  # a client that does not read is not read either
                 self._submit_arrived()
                 await self.channel.drain()
-            while self.in_flight >= _IN_FLIGHT_PER_SESSION * max(1, len(self._sessions)):
+            while not self._has_room():
                 self._room.clear()
                 self._submit_arrived()
                 await self._room.wait()
+
+    def _has_room(self) -> bool:
+        steps = _IN_FLIGHT_PER_SESSION * max(1, len(self._sessions))
+        return self._in_flight < steps and self._in_flight_bytes < _IN_FLIGHT_BYTES
 
     def _take(self, received: Received) -> None:
         number = received.session

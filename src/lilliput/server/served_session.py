@@ -162,6 +162,7 @@ class ServedSession:
         if body.max_length > session.max_length:
             self._extend(session, body.max_length)
         step_id: int = body.step_id
+        size = sum(tensor.nbytes for tensor in received.tensors.values())
         self._stepped = True
         self._in_flight += 1
         self._stream.submit(
@@ -175,8 +176,9 @@ class ServedSession:
                 position_ids=received.tensors.get("position_ids"),
                 prompts=received.tensors.get("prompts"),
                 hashes=_split_keys(body.hashes, hidden.shape[0]) or None,
-                done=lambda result: self._soon(self._deliver, step_id, result),
+                done=lambda result: self._soon(self._deliver, step_id, size, result),
             ),
+            size,
         )
 
     def _extend(self, session: CacheSession, max_length: int) -> None:
@@ -189,8 +191,8 @@ class ServedSession:
             )
         service.engine.extend(session, max_length)  # before the step that follows, the engine keeps the order
 
-    def _deliver(self, step_id: int, result: StepOutput | LilliputError) -> None:
-        self._stream.answered()
+    def _deliver(self, step_id: int, size: int, result: StepOutput | LilliputError) -> None:
+        self._stream.answered(size)
         self._in_flight -= 1
         self._heard = self._stream.loop.time()
         if self._ended:
