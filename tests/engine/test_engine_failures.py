@@ -167,6 +167,14 @@ def test_whoever_comes_after_the_end_is_told(engine: Engine) -> None:
     assert engine.call(lambda: 2).result(10) == 2
 
 
+def test_an_engine_that_breaks_leaves_nobody_waiting(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = opened(engine)
+    monkeypatch.setattr(engine, "_round", lambda: 1 / 0)
+    assert isinstance(submit(engine, session, torch.randn(1, 1, HIDDEN)).result(10), SessionExpired)
+    assert isinstance(submit(engine, session, torch.randn(1, 1, HIDDEN)).result(10), SessionExpired)
+    engine.close(session).result(10)
+
+
 def test_a_repeated_step_is_computed_once(engine: Engine) -> None:
     session = opened(engine)
     hidden = torch.randn(1, 2, HIDDEN)

@@ -38,7 +38,7 @@ TRAINING_SHARE = 0.25
 _MOST_CREDIT = 0.1
 #: a session that stays away longer than this is not waited for (seconds)
 _FORGET_AFTER = 1.0
-_SHUTTING_DOWN = SessionExpired("the server is shutting down")
+_SHUTTING_DOWN = SessionExpired("the server computes no more")
 
 
 def _both(
@@ -230,6 +230,14 @@ class Engine:
         generating.steps.append(step)
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except Exception:  # whoever waits, or comes later, is told rather than left waiting
+            logger.critical("the engine has failed, and computes no more", exc_info=True)
+        finally:
+            self._give_up()
+
+    def _work(self) -> None:
         while True:
             with self._wake:
                 while not (self._inbox or self._stopping or self._has_work()):
@@ -246,7 +254,6 @@ class Engine:
             trained = self._train()
             if not self._round() and not trained and self._training:
                 self._training_credit = float("inf")  # nobody is generating
-        self._give_up()
 
     def _has_work(self) -> bool:
         return bool(self._training) or any(generating.steps for generating in self._sessions.values())
