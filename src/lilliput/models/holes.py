@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
@@ -31,7 +31,7 @@ class PassThrough(nn.Module):
         return hidden_states
 
 
-def read_config(files: ModelFiles) -> PreTrainedConfig:
+def read_config(files: ModelFiles) -> PretrainedConfig:
     """The text model's configuration."""
     try:
         config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
