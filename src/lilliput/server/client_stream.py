@@ -44,7 +44,7 @@ class ClientStream:
         self._sessions: dict[int, ServedSession] = {}
         self._arrived: list[tuple[CacheSession, Step]] = []
         self._closing = asyncio.Event()
-        self._used = False
+        self._used = self._ending = False
         self._empty_since = self.loop.time()
         self.ended: asyncio.Future[None] = self.loop.create_future()
 
@@ -65,20 +65,24 @@ class ClientStream:
                 if not self._sessions:
                     self.channel.post(error_message(error, closed=True))
                 self.end(error)
+            if self._ending:  # it may be sending, and should still read why
+                reading.cancel()
+                await asyncio.wait({reading})
                 await self.channel.hear_out()
         finally:
-            self.service.streams.discard(self)
             for task in (reading, closing, idle):
                 task.cancel()
-            await asyncio.gather(reading, closing, idle, return_exceptions=True)
             for session in list(self._sessions.values()):
                 session.release()
+            self.service.streams.discard(self)
+            await asyncio.gather(reading, closing, idle, return_exceptions=True)
             self.ended.set_result(None)
 
     def end(self, why: LilliputError) -> None:
         """Tell every session why it ends, and close the stream."""
         for session in list(self._sessions.values()):
             session.end(why)
+        self._ending = True
         self._closing.set()
 
     # ---- for its sessions ----
@@ -111,6 +115,8 @@ class ClientStream:
 
     async def _read(self) -> None:
         while (received := await self.channel.receive()) is not None:
+            if self._closing.is_set():
+                return  # too late
             self._take(received)
             if self.channel.congested:  # a client that does not read is not read either
                 self._submit_arrived()
