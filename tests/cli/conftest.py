@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from lilliput.cli import process
 from lilliput.cli.local_swarm import LocalSwarm
 from lilliput.cli.nursery import Nursery
 from lilliput.models.sources import ModelFiles
+
+process.share_cores()  # torch is not loaded yet
 
 
 @pytest.fixture(scope="session")

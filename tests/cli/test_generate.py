@@ -52,11 +52,10 @@ def test_a_question_is_answered_and_who_asks_for_more_hears_the_pace(peers: list
 
 def test_a_seed_makes_chance_repeatable(peers: list[str]) -> None:
     def said(seed: str) -> str:
-        options = ("--temperature", "1.5", "--max-new-tokens", "8", "--seed", seed)
+        options = ("--temperature", "1.5", "--max-new-tokens", "6", "--seed", seed)
         return invoke("generate", "smollm2", *peers, *options, "-p", TEXT).stdout
 
-    assert said("1") == said("1")
-    assert len({said(seed) for seed in "123"}) > 1
+    assert said("1") == said("1") != said("2")
 
 
 def test_who_reads_it_may_leave(peers: list[str]) -> None:

@@ -14,9 +14,6 @@ from lilliput.errors import BadRequest, CacheFull, LilliputError
 if TYPE_CHECKING:
     from lilliput.client.session import InferenceSession
 
-#: a session asks for room in such steps, so that not every turn has to ask
-_ROOM_TOKENS = 256
-
 
 @dataclass(frozen=True)
 class Turn:
@@ -50,10 +47,11 @@ class Conversation:
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.turns: list[Turn] = []
+        #: what the servers remember; None when there is nothing
+        self.session: InferenceSession | None = None
         self._model, self._system = model, system
         self._max_new_tokens, self._options = max_new_tokens, options or {}
         self._notice = notice
-        self._session: InferenceSession | None = None
 
     def ask(self, question: str, answer: Answer) -> None:
         """Have the model answer. However it ends, what came of the answer stays part of the conversation."""
@@ -79,7 +77,7 @@ class Conversation:
         while True:
             ids = self._fit(question, limit)
             count = min(self._max_new_tokens, limit - len(ids))
-            session = self._session_for(len(ids) + count, limit)
+            session = self._session_for(len(ids) + count)
             try:
                 self._model.generate(ids, session, answer, max_new_tokens=count, **self._options)
                 return
@@ -114,18 +112,16 @@ class Conversation:
             messages += turn.messages()
         return self._model.encode_chat([*messages, {"role": "user", "content": question}])
 
-    def _session_for(self, length: int, limit: int) -> InferenceSession:
-        if self._session is not None and self._session.core.broken is not None:
+    def _session_for(self, length: int) -> InferenceSession:
+        if self.session is not None and self.session.core.broken is not None:
             self._end_session()  # a server left, or we were asleep
-        wanted = min(-(-length // _ROOM_TOKENS) * _ROOM_TOKENS, limit)
-        if self._session is None:
-            self._session = self._model.session(wanted)
-        elif wanted > self._session.max_length:
-            self._session.max_length = wanted
-        return self._session
+        if self.session is None:
+            self.session = self._model.session(length)
+        self.session.max_length = max(self.session.max_length, length)
+        return self.session
 
     def _end_session(self) -> None:
-        session, self._session = self._session, None
+        session, self.session = self.session, None
         if session is not None:
             with contextlib.suppress(LilliputError):
                 session.close()

@@ -26,7 +26,7 @@ _STREAMS = 4
 
 
 class Nursery:
-    """Loads libraries from now on. End it with `close` or a `with` block, after its servers; it ends with this process."""
+    """Loads libraries from now on. End it with `close` or a `with` block, after its servers; it ends with us, too."""
 
     def __init__(self) -> None:
         self._loaded = False
