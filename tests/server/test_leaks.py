@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
 import threading
@@ -20,6 +21,7 @@ from raw_client import (
     Session,
     Whole,
     assert_nothing_left,
+    on_loop,
     service_of,
     serving,
     wait_until,
@@ -30,6 +32,9 @@ from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, Draining, LilliputError, SessionExpired
 from lilliput.server import client_stream
 from lilliput.wire import lilliput_pb2 as pb
+from lilliput.wire.channel import Channel
+
+HELLO = torch.ones(1, 5, HIDDEN)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -200,6 +205,34 @@ def test_a_server_that_stops_tells_its_sessions_and_leaves_nothing(tiny_llama: P
         assert service.engine.call(lambda: 7).result(PATIENCE) == 7
         peer.stop()
     wait_until(lambda: not {c for c in psutil.Process().children() if c.is_running()} - daemons)
+
+
+def test_one_who_is_sending_when_the_server_leaves_reads_why_once(server: Server, peer: Peer) -> None:
+    service = service_of(server)
+
+    async def leave() -> None:
+        for stream in list(service.streams):
+            stream.end(Draining("leaving"))
+
+    for _ in range(10):
+        session = peer.session()
+
+        async def flood(channel: Channel = session.channel) -> None:
+            for step_id in range(1, 200):
+                channel.post(pb.Message(step=pb.Step(step_id=step_id, start_position=0)), {"hidden": HELLO})
+                if step_id % 10 == 0:
+                    await asyncio.sleep(0)
+
+        flooding = peer.thread.submit(flood())
+        assert session.receive() is not None
+        on_loop(server, leave)
+        flooding.result(PATIENCE)
+        heard = []
+        while (received := session.receive()) is not None:
+            heard.append(received)
+        assert [r.kind for r in heard].index("error") == len(heard) - 1
+        assert heard[-1].body.text == "leaving"  # type: ignore[attr-defined]
+        session.close()
 
 
 def test_a_draining_server_takes_nothing_new(server: Server, peer: Peer) -> None:
