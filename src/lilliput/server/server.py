@@ -339,7 +339,8 @@ class Server(hivemind.moe.Server):
         streams = list(service.streams)
         for stream in streams:
             stream.end(Draining("this server is leaving; open a session elsewhere"))
-        await asyncio.wait({withdrawing, *(stream.ended for stream in streams)}, timeout=_FAREWELL_SECONDS)
+        told: set[asyncio.Future[Any]] = {withdrawing, *(stream.ended for stream in streams)}
+        await asyncio.wait(told, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
         logger.info("leaving; since the start: %s", service.engine.counters)
 
