@@ -244,8 +244,14 @@ BAD_BYTES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_BYTES)
-@pytest.mark.parametrize("handler", [FORWARD_INCREMENTAL, FORWARD])
+@pytest.mark.parametrize(
+    ("handler", "what"),
+    [
+        *((FORWARD_INCREMENTAL, what) for what in BAD_BYTES),
+        (FORWARD, "10 MB of garbage"),
+        (BACKWARD, "an empty message"),
+    ],
+)
 def test_bytes_that_are_no_message_end_the_stream_with_an_error(
     server: Server, peer: Peer, what: str, handler: str
 ) -> None:

@@ -120,7 +120,7 @@ def test_training_and_generation_go_on_side_by_side(server: Server, peer: Peer, 
     session = peer.session(max_length=2048)
     session.go_on(20)
     steps_before = engine.counters.steps
-    hidden = torch.randn(8, 1000, HIDDEN)  # row by row, 6 blocks there and back: 96 units
+    hidden = torch.randn(5, 1000, HIDDEN)  # row by row, 6 blocks there and back: 60 units
     engine.run_pass(Pass(0, BLOCKS, hidden, grad=hidden, done=trained))
     during = 0
     while not done.is_set():

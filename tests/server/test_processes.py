@@ -161,26 +161,3 @@ def test_a_server_that_is_asked_to_leave(server: Server, process: Any, peer: Pee
     assert time.monotonic() - begun < 5 + 5  # the machine may be busy
     assert serving_peers(peer, process.model) == both - {process.peer_id}
     assert "Traceback" not in process.end()
-
-
-def test_a_killed_server_takes_its_daemon_along(process: Any, peer: Peer) -> None:
-    session = peer.session(server=process)
-    session.go_on(3)
-    process.process.kill()
-    assert session.ended()
-    process.process.wait(PATIENCE)
-    wait_until(process.gone)
-
-
-def test_a_server_that_is_asked_twice_and_while_it_starts(tiny_llama: Path) -> None:
-    command = [sys.executable, "-m", "lilliput.cli", "serve", str(tiny_llama), "--blocks", "0:6", "--host", "127.0.0.1"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
-    wait_until(lambda: psutil.Process(process.pid).children() or process.poll() is not None)
-    daemons = psutil.Process(process.pid).children(recursive=True)
-    for _ in range(2):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)
-    out, errors = process.communicate(timeout=PATIENCE)
-    assert b"Traceback" not in errors, errors.decode()
-    wait_until(lambda: not any(map(is_alive, daemons)))
-    assert not out or b"Serving" in out
