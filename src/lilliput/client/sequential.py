@@ -22,7 +22,7 @@ from lilliput.wire.protocol import BACKWARD, FORWARD
 T = TypeVar("T")
 
 #: a batch is cut into parts of about this many tokens, which follow one another through the chain
-_PART_TOKENS = 512
+_PART_TOKENS = 1024
 _PART_BYTES = 32 << 20
 #: parts that are on their way at once
 _PARTS_AT_ONCE = 8
