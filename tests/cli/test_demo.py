@@ -62,7 +62,7 @@ def test_killed_it_leaves_nothing(family: Family) -> None:
     family.assert_gone()
 
 
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGKILL, 2.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 6.0)])
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGKILL, 2.0), (signal.SIGTERM, 1.0), (signal.SIGHUP, 4.0)])
 def test_a_signal_while_it_starts(family: Family, number: int, delay: float) -> None:
     process = start("demo", family=family)
     until = time.monotonic() + delay

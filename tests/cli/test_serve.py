@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import time
 
 import pytest
-from terminal import Family, invoke, run, start
+from terminal import Family, Terminal, invoke, run, start
 
 from lilliput.cli.local_swarm import LocalSwarm
 from lilliput.models.sources import ModelFiles
@@ -32,7 +31,7 @@ def test_a_port_in_use(part: LocalSwarm) -> None:
     port = part.initial_peers[0].split("/")[4]
     shown = run("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--port", port)
     assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr.splitlines()[-1].endswith(f"port {port} is in use by another program")
+    assert f"port {port} is in use by another program\n" in shown.stderr
 
 
 def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
@@ -43,9 +42,9 @@ def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
 
 def test_nobody_to_join(demo_model: ModelFiles) -> None:
     nobody = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWJMpHSTaqq6g2As7rzbyqD5o2h6RuiPh8or9CU5KqYavd"
-    shown = invoke("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--initial-peers", nobody)
-    assert (shown.exit_code, shown.stdout) == (1, "")
-    assert shown.stderr.splitlines()[-1].startswith("none of the initial peers answers")
+    shown = run("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--initial-peers", nobody)
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert "\nnone of the initial peers answers (" in shown.stderr
 
 
 @pytest.fixture
@@ -53,52 +52,64 @@ def family() -> Family:
     return Family()
 
 
-def serving(family: Family) -> subprocess.Popen[str]:
-    return start("serve", "smollm2", "--blocks", "0:2", "--host", "127.0.0.1", "--json", family=family)
+class Supervised:
+    """A server, and its supervisor's ends of the pipes."""
+
+    def __init__(self, family: Family) -> None:
+        arguments = ("serve", "smollm2", "--blocks", "0:10", "--host", "127.0.0.1", "--supervised")
+        self.process = start(*arguments, family=family)
+        self.told: list[str] = []
+        assert self.process.stdin is not None
+        self.process.stdin.write("[]\n")
+        self.process.stdin.flush()
+
+    def hear(self, stage: str) -> None:
+        """Wait until it tells a stage, or its addresses."""
+        assert self.process.stdout is not None
+        while not self.told or self.told[-1] != stage:
+            facts = json.loads(self.process.stdout.readline())
+            self.told.append(facts.get("stage", "addresses"))
 
 
-@pytest.mark.parametrize("delay", [0.5, 1.5, 4.0])
-def test_ctrl_c_while_it_starts(demo_model: ModelFiles, family: Family, delay: float) -> None:
-    process = serving(family)
-    time.sleep(delay)
+@pytest.mark.parametrize("stage", ["loading libraries", "reading blocks 0:10", "measuring"])
+def test_ctrl_c_while_it_starts(demo_model: ModelFiles, family: Family, stage: str) -> None:
+    server = Supervised(family)
+    server.hear(stage)
     family.sockets()
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "Traceback" not in output + errors
-    family.assert_gone()
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_it_serves(demo_model: ModelFiles, family: Family, number: int, code: int) -> None:
-    process = serving(family)
-    assert process.stdout is not None
-    facts = json.loads(process.stdout.readline())
-    assert facts["blocks"] == [0, 2]
-    assert family.sockets()
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode == code
-    assert "Traceback" not in errors
+    time.sleep(0.1)
+    server.process.send_signal(signal.SIGINT)
+    server.process.send_signal(signal.SIGINT)  # some people press it twice
+    assert server.process.wait(20) == 130
+    assert "Traceback" not in server.process.communicate()[1]
     family.assert_gone()
 
 
 def test_it_leaves_when_its_supervisor_does(demo_model: ModelFiles, family: Family) -> None:
-    arguments = ("serve", "smollm2", "--blocks", "0:2", "--host", "127.0.0.1", "--supervised")
-    process = start(*arguments, family=family)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("[]\n")
-    process.stdin.flush()
-    told = []
-    while "addresses" not in (line := json.loads(process.stdout.readline())):
-        told.append(line["stage"])
-    assert told == ["loading libraries", "finding the swarm", "finding the model", "reading blocks 0:2", "measuring"]
-    family.sockets()
-    process.stdin.close()
-    assert process.wait(20) == 143
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    process.stdout.close()
-    process.stderr.close()
+    server = Supervised(family)
+    server.hear("addresses")
+    assert server.told == [
+        "loading libraries",
+        "finding the swarm",
+        "finding the model",
+        "reading blocks 0:10",
+        "measuring",
+        "addresses",
+    ]
+    assert family.sockets()
+    _, errors = server.process.communicate(timeout=20)  # closes its standard input
+    assert (server.process.returncode, errors) == (143, "")
     family.assert_gone()
+
+
+def test_ctrl_c_while_it_serves(part: LocalSwarm, family: Family) -> None:
+    peers = ("--initial-peers", part.initial_peers[0])
+    with Terminal("serve", "smollm2", "--blocks", "20:22", "--host", "127.0.0.1", *peers, family=family) as terminal:
+        terminal.see("Serving blocks 20:22 of SmolLM2-135M-Instruct in bfloat16, with cache for [0-9,]+ tokens")
+        (address,) = terminal.see(r"--initial-peers (\S+)").groups()
+        assert "20:22" in invoke("status", "--initial-peers", address).stdout
+        assert family.sockets()
+        terminal.ctrl("c")
+        assert terminal.end() == 130
+        assert "Traceback" not in terminal.screen
+    family.assert_gone()
+    assert "20:22" not in invoke("status", *peers).stdout  # it has said goodbye

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 import sys
 import threading
@@ -48,8 +47,8 @@ def demo(
     from lilliput.models.sources import resolve
 
     with contextlib.ExitStack() as stack:
-        nursery = stack.enter_context(Nursery())
         loaded = stack.enter_context(_libraries_loading())
+        nursery = stack.enter_context(Nursery())
         with drawn() as progress:
             files = resolve(_MODEL, progress=progress)
         blocks = int(files.config()["num_hidden_layers"])
@@ -74,10 +73,7 @@ def demo(
 
 @contextlib.contextmanager
 def _libraries_loading() -> Iterator[threading.Event]:
-    """Import what the client needs in a thread: it takes as long as in the servers. Yields what tells when it is done.
-
-    Nothing can interrupt an import, so whoever interrupts the block before ends the process.
-    """
+    """Import what the client needs in a thread: it takes as long as for the servers. Yields what tells when it has."""
     tried = threading.Event()
 
     def load() -> None:
@@ -85,12 +81,15 @@ def _libraries_loading() -> Iterator[threading.Event]:
             load_libraries()
         tried.set()
 
-    threading.Thread(target=load, name="libraries").start()
+    thread = threading.Thread(target=load, name="libraries", daemon=True)
+    thread.start()
     try:
         yield tried
-    except (KeyboardInterrupt, SystemExit, OSError) as e:  # OSError: the terminal is gone
-        if not tried.is_set():
-            os._exit(int(e.code or 0) if isinstance(e, SystemExit) else 130)
+    except KeyboardInterrupt:
+        process.abandon([thread], 130)
+        raise
+    except BaseException as e:
+        process.abandon([thread], e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1)
         raise
 
 

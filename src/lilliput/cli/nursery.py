@@ -33,7 +33,7 @@ class Nursery:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lilliput.cli.nursery"],
+                [sys.executable, "-m", "lilliput.cli.nursery", str(os.getpid())],
                 stdin=theirs.fileno(),
                 start_new_session=True,
                 # a library that starts threads when it is imported would make it unsafe to fork
@@ -42,24 +42,21 @@ class Nursery:
 
     def spawn(self, arguments: Sequence[str]) -> Forked:
         """Start `lilliput ARGUMENTS`, when the libraries are loaded."""
-        pipes = [os.pipe() for _ in range(_STREAMS)]
-        ours = [pipes[0][1], *(pipe[0] for pipe in pipes[1:])]
-        theirs = [pipes[0][0], *(pipe[1] for pipe in pipes[1:])]
+        stdin, *outputs = [os.pipe() for _ in range(_STREAMS)]
+        ours: list[IO[bytes]] = [os.fdopen(stdin[1], "wb"), *(os.fdopen(output[0], "rb") for output in outputs)]
+        theirs = [stdin[0], *(output[1] for output in outputs)]
+        pid = b""
         try:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._socket, [json.dumps(list(arguments)).encode()], theirs)
-            answer = self._socket.recv(_MESSAGE_BYTES)
-        except BaseException:
-            for end in ours:
-                os.close(end)
-            raise
+                pid = self._socket.recv(_MESSAGE_BYTES)
         finally:
             for end in theirs:
                 os.close(end)
-        if not answer:
+        if not pid:
             raise LilliputError("the process that starts the servers has ended")
         self._loaded = True
-        return Forked(int(answer), ours)
+        return Forked(int(pid), *ours)
 
     def close(self) -> None:
         self._socket.close()
@@ -77,12 +74,9 @@ class Nursery:
 class Forked:
     """A server's process, as far as a `subprocess.Popen` would be used."""
 
-    def __init__(self, pid: int, streams: Sequence[int]) -> None:
-        self.pid = pid
-        self.stdin: IO[bytes] = os.fdopen(streams[0], "wb")
-        self.stdout: IO[bytes] = os.fdopen(streams[1], "rb")
-        self.stderr: IO[bytes] = os.fdopen(streams[2], "rb")
-        self._alive: IO[bytes] = os.fdopen(streams[3], "rb")
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], stderr: IO[bytes], alive: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, stdin, stdout, stderr
+        self._alive = alive
 
     def poll(self) -> int | None:
         """None while it runs; of its end, no more than that is known."""
@@ -98,31 +92,40 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _main() -> None:
+def _main(parent: int) -> None:
     """The nursery's own process. Orders come through the socket that is its standard input."""
     process.end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        return
     process.share_cores()
     logs.set_up()
     from lilliput.collector import collector_paused
 
-    with collector_paused():
+    with contextlib.suppress(ImportError), collector_paused():  # a server without them says what is wrong
         import lilliput.server.server  # noqa: F401
     process.end_with_parent(0)  # from here on, the socket tells
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    with socket.socket(fileno=os.dup(0)) as boss:
-        while True:
-            order, streams, *_ = socket.recv_fds(boss, _MESSAGE_BYTES, _STREAMS)
-            if not order:
-                with contextlib.suppress(ChildProcessError):
-                    os.wait()  # for all
-                return
-            pid = os.fork()
-            if pid == 0:
-                break
-            for stream in streams:
-                os.close(stream)
-            boss.send(str(pid).encode())
-    _become_server(json.loads(order), streams)
+    while True:
+        order, streams = _next_order()
+        if not order:
+            break
+        pid = os.fork()
+        if pid == 0:
+            return _become_server(json.loads(order), streams)
+        for stream in streams:
+            os.close(stream)
+        with contextlib.suppress(OSError):
+            os.write(0, str(pid).encode())
+    with contextlib.suppress(ChildProcessError):
+        os.wait()  # for all
+
+
+def _next_order() -> tuple[bytes, list[int]]:
+    """Arguments and streams; nothing when nobody can give orders any more."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(0)) as boss:
+        order, streams, *_ = socket.recv_fds(boss, _MESSAGE_BYTES, _STREAMS)
+        return order, streams
+    return b"", []
 
 
 def _become_server(arguments: list[str], streams: Sequence[int]) -> None:
@@ -139,4 +142,4 @@ def _become_server(arguments: list[str], streams: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(int(sys.argv[1]))

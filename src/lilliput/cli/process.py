@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -47,13 +49,43 @@ def end_with_parent(signum: int) -> None:
 def ending_at_once() -> Iterator[None]:
     """In the block a signal ends the process on the spot: for imports, in which an exception may be lost or turned
     into another. There must be nothing yet that needs clearing away."""
+    with _handling_signals(_drop_dead):
+        yield
+
+
+@contextlib.contextmanager
+def signals_noted() -> Iterator[list[int]]:
+    """In the block signals interrupt nothing; yields the list of those that came."""
+    came: list[int] = []
+    with _handling_signals(lambda signum, frame: came.append(signum)):
+        yield came
+
+
+@contextlib.contextmanager
+def _handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     numbers = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))]
-    usual = {number: signal.signal(number, _drop_dead) for number in numbers}
+    usual = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in usual.items():
-            signal.signal(number, handler)
+        for number, before in usual.items():
+            signal.signal(number, before)
+
+
+def abandon(threads: Iterable[threading.Thread], code: int) -> None:
+    """If these (daemon) threads still run when the process ends, end it on the spot, with exit code `code`.
+
+    What libraries do in a thread cannot be interrupted, may take minutes, and crashes while the interpreter winds up.
+    """
+    threads = list(threads)
+
+    def end() -> None:
+        if any(thread.is_alive() for thread in threads):
+            with contextlib.suppress(OSError):
+                sys.stdout.flush()
+            os._exit(code)
+
+    atexit.register(end)
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

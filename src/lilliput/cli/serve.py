@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,8 @@ from lilliput.swarm.sockets import remove_stale_sockets
 if TYPE_CHECKING:
     from lilliput.models.progress import Progress
     from lilliput.server.server import Server
+
+_POLL_SECONDS = 0.1
 
 
 def serve(
@@ -74,45 +77,41 @@ def serve(
         supervisor.stage("finding the swarm")
         initial_peers = supervisor.peers()
 
-    with _progress(supervisor) as progress:
-        files = resolve(model, revision=revision, token=token, progress=progress)
-        server = Server(
-            files,
-            span,
-            initial_peers=initial_peers or (),
-            host_maddrs=[_listen_address(host, port)],
-            announce_maddrs=announce,
-            identity_path=identity,
-            nat=nat,
-            dtype=dtype,
-            cache_tokens=cache_tokens,
-            max_length=max_length,
-            threads=threads,
-            share_prefixes=share_prefixes,
-            declare_uids=declare_uids,
-            progress=lambda stage: progress(stage, 0, None),
-        )
-        try:
+    with contextlib.ExitStack() as leaving:
+        with _progress(supervisor) as progress:
+            files = resolve(model, revision=revision, token=token, progress=progress)
+            server = Server(
+                files,
+                span,
+                initial_peers=initial_peers or (),
+                host_maddrs=[_listen_address(host, port)],
+                announce_maddrs=announce,
+                identity_path=identity,
+                nat=nat,
+                dtype=dtype,
+                cache_tokens=cache_tokens,
+                max_length=max_length,
+                threads=threads,
+                share_prefixes=share_prefixes,
+                declare_uids=declare_uids,
+                progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
+            )
+            # from here on there is something to clear away, which a second signal must not interrupt
+            signals = leaving.enter_context(process.signals_noted())
+            if supervisor:
+                leaving.callback(remove_stale_sockets)  # the supervisor may have been killed
+            leaving.callback(server.shutdown)
             server.run_in_background(await_ready=False)
-            while not server.decided.wait(0.2):
+            while not server.decided.wait(_POLL_SECONDS) and not signals:
                 pass
-            server.raise_failure()
-        except BaseException:
-            server.shutdown()
-            raise
-    try:
-        if supervisor:
-            supervisor.tell(_facts(server))
-        elif json_line:
-            print(json.dumps(_facts(server)), flush=True)
-        else:
-            _tell(server)
-        while server.ready.is_set():  # a signal ends this; it must not come while a thread is joined: Python loses it
-            time.sleep(0.2)
-    finally:
-        server.shutdown()
-        if supervisor:
-            remove_stale_sockets()  # the supervisor may have been killed
+        if server.ready.is_set():
+            _tell(server, supervisor, json_line)
+        while server.ready.is_set() and not signals:
+            time.sleep(_POLL_SECONDS)
+    loading = [thread for thread in threading.enumerate() if thread.name == "loading"]
+    process.abandon(loading, 128 + signals[0] if signals else 1)
+    if signals:
+        raise SystemExit(128 + signals[0])
     server.raise_failure()
 
 
@@ -164,12 +163,17 @@ def _facts(server: Server) -> dict[str, Any]:
     }
 
 
-def _tell(server: Server) -> None:
+def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> None:
     facts = _facts(server)
-    start, end = server.blocks
-    typer.echo(
-        f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
-        f"{facts['cache_tokens']:,} tokens. Ctrl-C stops it. Others join with one of"
-    )
-    for address in server.addresses:
-        typer.echo(f"  --initial-peers {address}")
+    if supervisor:
+        supervisor.tell(facts)
+    elif json_line:
+        print(json.dumps(facts), flush=True)
+    else:
+        start, end = server.blocks
+        typer.echo(
+            f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
+            f"{facts['cache_tokens']:,} tokens. Ctrl-C stops it. Others join with one of"
+        )
+        for address in server.addresses:
+            typer.echo(f"  --initial-peers {address}")
