@@ -81,14 +81,14 @@ def start(*arguments: str, family: Family) -> subprocess.Popen[str]:
 class Terminal:
     """A command at a terminal of its own, its keyboard and its screen."""
 
-    def __init__(self, *arguments: str, family: Family | None = None) -> None:
+    def __init__(self, *arguments: str, family: Family | None = None, columns: int = 120) -> None:
         self.family = family or Family()
         self.screen = ""
         self._read = 0
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
             os.execve(sys.executable, [sys.executable, "-m", "lilliput.cli", *arguments], self.family.environment)
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         self._code: int | None = None
 
     def see(self, pattern: str, within: float = 60.0) -> re.Match[str]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 #: where there is no terminal, lines may be as long as they are
 _UNBOUNDED = 200
 _MOST_CELLS = 100
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -145,10 +146,10 @@ def _show_model(console: Console, held: HeldModel) -> None:
     lacking = Text(f"nobody serves blocks {missing}", "bold red") if missing else Text("all are served", "green")
     console.print(Text.assemble((held.name, "bold"), f", {held.blocks} blocks: ", lacking))
     console.print(_coverage_bar(held, console.width))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for heading in ("server", "blocks", "state", "dtype"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("tokens/s", "free cache", "sessions", "queue"):
+    for heading in ("tokens/s", "free/cache", "sessions", "queue"):
         table.add_column(heading, justify="right")
     for heading in ("version", "since"):
         table.add_column(heading)
@@ -157,9 +158,9 @@ def _show_model(console: Console, held: HeldModel) -> None:
             server.peer_id[-8:],
             f"{server.start}:{server.end}",
             Text(server.state, "green" if server.state == "serving" else "yellow"),
-            server.dtype,
+            _DTYPES.get(server.dtype, server.dtype),
             "?" if server.tokens_per_second is None else f"{server.tokens_per_second:.0f}",
-            f"{_short(server.cache_tokens_free)} of {_short(server.cache_tokens)}",
+            f"{_short(server.cache_tokens_free)}/{_short(server.cache_tokens)}",
             str(server.sessions),
             str(server.queue_length),
             server.version,
@@ -186,14 +187,14 @@ def _coverage_bar(held: HeldModel, width: int) -> Text:
 
 
 def _short(tokens: int) -> str:
-    return f"{tokens / 1000:.0f}k" if tokens >= 10_000 else str(tokens)
+    return f"{tokens / 1000:.0f}k" if tokens >= 1000 else str(tokens)
 
 
 def _since(started_at: float) -> str:
     if not started_at:
         return "?"
     seconds = max(time.time() - started_at, 0.0)
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+            return f"{seconds / size:.0f}{unit}"
+    return f"{seconds:.0f}s"
