@@ -8,6 +8,7 @@ names or layout on the way.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel  # both names exist i
 
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
+
+#: transformers replaces functions of its own while it makes a model: two threads at once would leave them replaced
+_loading = threading.Lock()
 
 Punch = Callable[[PreTrainedModel], None]
 
@@ -108,7 +112,7 @@ def load_with_holes(
     """
     config = read_config(files)
     try:
-        with torch.device("meta"):
+        with _loading, torch.device("meta"):
             family: type[PreTrainedModel] = type(auto.from_config(config))
     except (ValueError, KeyError, ImportError, AttributeError) as e:
         raise ModelError(f"transformers {transformers.__version__} cannot build {files.name}: {e}") from e
@@ -119,7 +123,7 @@ def load_with_holes(
 
     holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
-        with _quiet_transformers():
+        with _loading, _quiet_transformers():
             model = holed.from_pretrained(
                 files.path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
             )
