@@ -48,3 +48,12 @@ def test_at_a_terminal(peers: list[str]) -> None:
         assert terminal.end() == 0
         assert "Traceback" not in terminal.screen
         terminal.family.assert_gone()
+
+
+def test_the_terminal_may_close_in_the_middle_of_an_answer(peers: list[str]) -> None:
+    with Terminal("chat", "smollm2", *peers) as terminal:
+        terminal.see("\n> ")
+        terminal.enter("Tell me a very long story.")
+        terminal.see(r"story\.\s+\w+")
+        terminal.hang_up()
+        terminal.family.assert_gone()

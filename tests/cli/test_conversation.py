@@ -18,9 +18,9 @@ from lilliput.cli.nursery import Nursery
 from lilliput.errors import BadRequest, LilliputError, ModelError
 from lilliput.models.sources import ModelFiles
 
-LIMIT = 1024
-#: about 270 tokens
-LONG = "Remember these numbers: " + " ".join(str(number) for number in range(100, 190)) + "."
+LIMIT = 512
+#: about 140 tokens
+LONG = "Remember these numbers: " + " ".join(str(number) for number in range(100, 130)) + "."
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def computed(conversation: Conversation) -> int:
 def test_the_next_turn_computes_only_what_is_new(conversation: Conversation) -> None:
     assert ask(conversation, f"{LONG} What is the capital of France?")
     before = computed(conversation)
-    assert before > 250
+    assert before > 100
     session = conversation.session
     assert ask(conversation, "And of Italy?")
     assert conversation.session is session
@@ -79,12 +79,12 @@ def test_who_resets_begins_anew(conversation: Conversation) -> None:
 
 
 def test_the_oldest_turns_make_room(conversation: Conversation, notices: list[str]) -> None:
-    for number in range(5):
+    for number in range(4):
         assert ask(conversation, f"{number}. {LONG}")
     assert notices
     assert notices[0].startswith(f"the conversation is longer than the {LIMIT} tokens it may have")
-    assert 0 < len(conversation.turns) < 5
-    assert conversation.turns[-1].question.startswith("4.")
+    assert 0 < len(conversation.turns) < 4
+    assert conversation.turns[-1].question.startswith("3.")
 
 
 def test_they_make_room_too_where_the_servers_have_none(

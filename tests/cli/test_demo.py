@@ -53,10 +53,10 @@ def test_a_chat(family: Family) -> None:
 
 
 def test_killed_it_leaves_nothing(family: Family) -> None:
-    process = start("demo", "--servers", "2", "--question", "Tell me a very long story.", family=family)
+    process = start("demo", "--servers", "1", "--question", "Tell me a very long story.", family=family)
     assert process.stdout is not None
     assert process.stdout.read(40).startswith("> Tell me a very long story.\n")  # and the beginning of the answer
-    assert len(family.sockets()) >= 3
+    assert len(family.sockets()) >= 2
     process.kill()
     process.communicate()
     family.assert_gone()
@@ -83,15 +83,6 @@ def test_ctrl_c_while_it_starts(family: Family) -> None:
         assert terminal.end() == 130
         assert "Traceback" not in terminal.screen
     family.assert_gone()
-
-
-def test_a_terminal_that_closes(family: Family) -> None:
-    terminal = Terminal("demo", "--servers", "1", family=family)
-    terminal.see(r"server for blocks 0:30 .*(reading|measuring|ready)", within=120)
-    terminal.hang_up()
-    family.assert_gone()
-    with terminal:
-        pass
 
 
 def test_a_server_that_does_not_start(family: Family) -> None:

@@ -12,6 +12,8 @@ from terminal import Family, invoke, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.cli.output import Output
+from lilliput.errors import LilliputError
 from lilliput.models.sources import ModelFiles
 
 TEXT = "The three primary colours are"
@@ -72,14 +74,13 @@ def test_who_reads_it_may_leave(peers: list[str]) -> None:
     assert "Broken" not in said
 
 
-def test_a_full_disk_is_told(peers: list[str]) -> None:
-    command = [sys.executable, "-m", "lilliput.cli", "generate", "smollm2", *peers, *GREEDY, "--prompt", TEXT]
-    with open("/dev/full", "wb") as full:
-        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=Family().environment, text=True)
-    assert shown.returncode == 1
-    assert shown.stderr.splitlines()[-1] == (
-        "The answer cannot be written to standard output: No space left on device."
-    )
+def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        output = Output()
+        with pytest.raises(LilliputError, match=r"cannot be written to standard output: No space left on device\.$"):
+            output.write("something")
+        output.write("goes nowhere")
 
 
 @pytest.mark.parametrize(

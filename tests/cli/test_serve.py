@@ -7,9 +7,10 @@ import signal
 import time
 
 import pytest
-from terminal import Family, Terminal, invoke, run, start
+from terminal import Family, Terminal, invoke, start
 
 from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.cli.nursery import Nursery
 from lilliput.models.sources import ModelFiles
 
 
@@ -27,24 +28,29 @@ def test_a_span_that_is_none(span: str) -> None:
     assert "is not a span of blocks such as 0:10" in shown.stderr
 
 
-def test_a_port_in_use(part: LocalSwarm) -> None:
-    port = part.initial_peers[0].split("/")[4]
-    shown = run("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--port", port)
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert f"port {port} is in use by another program\n" in shown.stderr
-
-
 def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
     shown = invoke("serve", "smollm2", "--blocks", "0:1", "--dtype", "float8")
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert "unknown dtype 'float8'" in shown.stderr.splitlines()[-1]
 
 
-def test_nobody_to_join(demo_model: ModelFiles) -> None:
+def said(nursery: Nursery, *arguments: str) -> str:
+    """What a server says that does not start."""
+    process = nursery.spawn(["serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", *arguments])
+    with process.stdin, process.stdout, process.stderr:
+        process.wait(60)
+        assert process.stdout.read() == b""
+        return process.stderr.read().decode()
+
+
+def test_a_port_in_use(part: LocalSwarm, nursery: Nursery) -> None:
+    port = part.initial_peers[0].split("/")[4]
+    assert f"port {port} is in use by another program\n" in said(nursery, "--port", port)
+
+
+def test_nobody_to_join(demo_model: ModelFiles, nursery: Nursery) -> None:
     nobody = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWJMpHSTaqq6g2As7rzbyqD5o2h6RuiPh8or9CU5KqYavd"
-    shown = run("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--initial-peers", nobody)
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert "\nnone of the initial peers answers (" in shown.stderr
+    assert "\nnone of the initial peers answers (" in said(nursery, "--initial-peers", nobody)
 
 
 @pytest.fixture
