@@ -11,7 +11,9 @@ _MODELS_OWN = "the model's own"
 MaxNewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="An answer's length at most, in tokens.")]
 Temperature = Annotated[
     float | None,
-    typer.Option(min=0, metavar="T", help="0 takes the likeliest token, higher is wilder.", show_default=_MODELS_OWN),
+    typer.Option(
+        min=0, metavar="T", help="0 takes the likeliest token, higher is wilder.", show_default=f"{_MODELS_OWN}, or 0"
+    ),
 ]
 TopP = Annotated[
     float | None,
