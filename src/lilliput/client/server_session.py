@@ -103,6 +103,7 @@ class ServerSession:
             stream, is_new = await remote.connection.session_stream(hop.peer_id, within=remote.patience.connect)
             session = cls(remote, hop, stream, max_length)
             stream.post(session._number, pb.Message(open=question))
+            session._tick()  # signs of life are due in a queue, too
             try:
                 info = await session._await_place(on_queue)
                 break
@@ -115,7 +116,6 @@ class ServerSession:
         session.max_step_tokens = info.max_step_tokens or rows
         session.limit = info.max_length or max_length
         session._rows = rows if info.cached_tokens else 0
-        session._tick()
         return session
 
     async def _await_place(self, on_queue: QueueCallback | None) -> pb.Info:
