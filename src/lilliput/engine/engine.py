@@ -242,11 +242,9 @@ class Engine:
             with self._wake:
                 while not (self._inbox or self._stopping or self._has_work()):
                     self._wake.wait()
-                actions, self._inbox = self._inbox, deque()
-                stopping = self._stopping
-            for action in actions:
-                self._act(action)
-            if stopping:
+            while self._inbox:  # all that has arrived by now, also meanwhile, may share the next round
+                self._act(self._inbox.popleft())
+            if self._stopping:
                 break
             self._begin_steps()
             if self._hold_back():
