@@ -46,7 +46,7 @@ def serve(
     max_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per row of a session.", show_default="the model's own")
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Processor threads.", show_default="all")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Processor threads.", show_default="all, in turns")] = None,
     share_prefixes: Annotated[
         bool, typer.Option("--share-prefixes", help="Let clients reuse each other's cached prompts.")
     ] = False,

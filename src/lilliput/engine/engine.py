@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from lilliput.engine.scheduler import Absent, Budget, Waiting, plan_round, worth
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.engine.threads import Threads
 from lilliput.engine.training import Pass, check_pass, units
+from lilliput.engine.turns import Turn
 from lilliput.errors import BadRequest, LilliputError, ServerFailure, SessionExpired
 from lilliput.models.span import Span
 
@@ -38,6 +40,7 @@ TRAINING_SHARE = 0.25
 _MOST_CREDIT = 0.1
 #: a session that stays away longer than this is not waited for (seconds)
 _FORGET_AFTER = 1.0
+_ALONE: AbstractContextManager[None] = nullcontext()
 _SHUTTING_DOWN = SessionExpired("the server computes no more")
 
 
@@ -79,15 +82,20 @@ class Engine:
     """Runs a span for many sessions.
 
     :param pages, page_size: the cache: so many pages of so many tokens
+    :param take_turns: compute while no other server of this machine does
     """
 
-    def __init__(self, span: Span, *, pages: int, page_size: int = 32, budget: Budget | None = None) -> None:
+    def __init__(
+        self, span: Span, *, pages: int, page_size: int = 32, budget: Budget | None = None, take_turns: bool = False
+    ) -> None:
         self.span = span
         self.budget = budget or Budget()
         self.pool = PagePool(pages, page_size)
         self.counters = Counters()
         self.rates = Rates()
         self.threads = Threads()
+        #: among the servers of this machine, if they all use all of its cores
+        self.turn: AbstractContextManager[None] = Turn() if take_turns else nullcontext()
         self._caches = span.new_pools(pages, page_size)
         self._sessions: dict[CacheSession, _Generating] = {}
         self._training: deque[tuple[Pass, Generator[None, None, torch.Tensor]]] = deque()
@@ -332,8 +340,9 @@ class Engine:
         try:
             hidden, batch, ordered = pack(slices, self.pool.page_size, self.span.dtype)
             first = ordered[0].session
-            self.threads.use_for(hidden.shape[0])
-            outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
+            with self._cores(hidden.shape[0]):
+                begun = time.perf_counter()
+                outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
         except Exception as e:
             if len(slices) > 1:  # one of them broke it; the others need not suffer
                 for s in slices:
@@ -351,6 +360,11 @@ class Engine:
             else:
                 self._fail(s.session, s.step, ValueError("its outputs are not finite numbers"))
         self._training_credit = min(self._training_credit, _MOST_CREDIT) + took * TRAINING_SHARE
+
+    def _cores(self, tokens: int) -> AbstractContextManager[None]:
+        """For a round of so many tokens: the threads that suit it, and our turn to use them."""
+        shares = self.threads.use_for(tokens) == 1 and not self.threads.measuring
+        return _ALONE if shares else self.turn
 
     def _advance(self, s: Slice, output: torch.Tensor, took: float) -> None:
         session, step = s.session, s.step
@@ -409,11 +423,12 @@ class Engine:
         if job.given_up:
             self._training.popleft()
             return True
-        self.threads.use_for(job.hidden.shape[0] * job.hidden.shape[1])
-        begun = time.perf_counter()
         self.counters.units += 1
+        begun = time.perf_counter()
         try:
-            next(generator)
+            with self._cores(job.hidden.shape[0] * job.hidden.shape[1]):
+                begun = time.perf_counter()
+                next(generator)
             self._training.rotate(-1)
         except StopIteration as finished:
             self._training.popleft()

@@ -41,7 +41,11 @@ class Threads:
         """Use so many whatever the round, until something is learnt."""
         self._fixed = count
 
-    def use_for(self, tokens: int) -> None:
+    @property
+    def measuring(self) -> bool:
+        return self._fixed is not None
+
+    def use_for(self, tokens: int) -> int:
         """Set torch's threads for a round of so many tokens: as in the smallest measured round that is as large."""
         count = self._fixed
         if count is None:
@@ -49,3 +53,4 @@ class Threads:
         if count != self._now:
             torch.set_num_threads(count)
             self._now = count
+        return count

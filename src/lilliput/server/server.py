@@ -59,7 +59,7 @@ class ServerOptions:
     :ivar dtype: float32, bfloat16 or float16
     :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
     :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
-    :ivar threads: of the processor, for the engine; by default all
+    :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
@@ -253,7 +253,7 @@ class Server(hivemind.moe.Server):
         pages = max(1, cache_tokens // _PAGE_SIZE)
         made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
         max_length = options.max_length or min(made_for, pages * _PAGE_SIZE)
-        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE)
+        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
         engine.start()
         self._progress("measuring")
         measure(engine)
