@@ -113,8 +113,6 @@ class Conversation:
         return self._model.encode_chat([*messages, {"role": "user", "content": question}])
 
     def _session_for(self, length: int) -> InferenceSession:
-        if self.session is not None and self.session.core.broken is not None:
-            self._end_session()  # a server left, or we were asleep
         if self.session is None:
             self.session = self._model.session(length)
         self.session.max_length = max(self.session.max_length, length)
