@@ -243,3 +243,35 @@ def test_gradients_do_not_change(swarm: LocalSwarm, model: Any) -> None:
     for victim, delay in ((2, 0.0), (1, 0.03)):
         found = gradients(delay, victim)
         assert torch.allclose(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_sessions_move_before_a_server_leaves(beams: int, swarm: LocalSwarm, model: Any, whole: Any) -> None:
+    """The pause is a step, not a replay, and the server goes as soon as they have moved."""
+    swarm.start([(2, 3), (3, 4)])
+    leaver = swarm.servers[1]
+
+    def leave_in_time() -> None:
+        kill(leaver, signal.SIGTERM)
+        time.sleep(0.5)
+
+    begun = time.monotonic()
+    recoveries = same(model, whole, {4: leave_in_time, 6: lambda: time.sleep(0.2)}, num_beams=beams)
+    leaver.process.wait(10)
+    assert time.monotonic() - begun < 30
+    assert [(r.moved, r.peer_id, len(r.new_peer_ids)) for r in recoveries] == [(True, leaver.peer_id, 2)]
+    assert recoveries[0].replayed_tokens >= PROMPT.shape[1]
+
+
+def test_a_server_leaves_though_there_is_nobody_else(swarm: LocalSwarm, model: Any, whole: Any) -> None:
+    leaver = swarm.servers[1]
+    with model.inference_session(max_length=64) as session:
+        first = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 5})
+        kill(leaver, signal.SIGTERM)
+        begun = time.monotonic()
+        leaver.process.wait(10)
+        assert 2 < time.monotonic() - begun < 6
+        swarm.start([(2, 4)])
+        answer = model.generate(first, **{**GREEDY, "max_new_tokens": NEW - 5})
+        assert answer.tolist() == whole.generate(PROMPT, **GREEDY).tolist()
+        assert not session.core.recoveries[0].moved

@@ -53,6 +53,9 @@ def serve(
     declare_uids: Annotated[
         bool, typer.Option("--declare-uids", help="Also declare the blocks as hivemind's experts.")
     ] = False,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
+    ] = 3.0,
     revision: Revision = None,
     token: Token = None,
     json_line: Annotated[
@@ -61,7 +64,7 @@ def serve(
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Hold some blocks of a model and serve them to a swarm, until Ctrl-C."""
+    """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
     span = parse_blocks(blocks)
     process.prepare()
     supervisor = Supervisor() if supervised else None
@@ -94,6 +97,7 @@ def serve(
                 threads=threads,
                 share_prefixes=share_prefixes,
                 declare_uids=declare_uids,
+                drain_seconds=drain_seconds,
                 progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
             )
             # from here on there is something to clear away, which a second signal must not interrupt
@@ -108,6 +112,10 @@ def serve(
             _tell(server, supervisor, json_line)
         while server.ready.is_set() and not signals:
             time.sleep(_POLL_SECONDS)
+        if signals and not (supervisor and supervisor.gone):  # else everybody leaves
+            server.drain()
+            while server.is_alive() and len(signals) == 1:  # the second time means: now
+                time.sleep(_POLL_SECONDS)
     loading = [thread for thread in threading.enumerate() if thread.name == "loading"]
     process.abandon(loading, 128 + signals[0] if signals else 1)
     if signals:
