@@ -120,6 +120,7 @@ class Tape:
     _length: int = 0
     _used: int = 0
     _hidden: dict[int, _Store] = field(default_factory=dict)
+    _given_up: set[int] = field(default_factory=set)
     _position_ids: _Store = field(default_factory=_Store)
     _prompts: _Store = field(default_factory=_Store)
     #: what a token attends to, where that is not all before it: bool [length after its step]

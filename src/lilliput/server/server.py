@@ -363,8 +363,10 @@ class Server(hivemind.moe.Server):
         for stream in list(service.streams):
             stream.tell_leaving(within)
         until = time.monotonic() + within
-        while (service.admission.running or service.passes) and time.monotonic() < until and not stopped.done():
-            await asyncio.sleep(_LOOK_SECONDS)  # noqa: ASYNC110 (sessions and passes end in many places)
+        while (  # noqa: ASYNC110 (sessions and passes end in many places)
+            (service.admission.running or service.passes) and time.monotonic() < until and not stopped.done()
+        ):
+            await asyncio.sleep(_LOOK_SECONDS)
         await asyncio.wait({announcing}, timeout=_FAREWELL_SECONDS)  # a late one would undo the farewell
         announcing.cancel()
 
