@@ -167,13 +167,13 @@ class Tape:
 
     def write(self, block: int, part: Part, *, needed: bool = False) -> None:
         """Keep the hidden states of a part that enters `block`, if there is room for them or they are `needed`."""
-        if (
-            not needed
-            and block != self.first_block
-            and sum(store.nbytes for store in self._hidden.values()) > self.budget
-        ):
-            self._hidden.pop(block, None)
-            return
+        if not needed and block != self.first_block:
+            between = sum(store.nbytes for at, store in self._hidden.items() if at != self.first_block)
+            if between > self.budget:
+                self._hidden.pop(block, None)
+                self._given_up.add(block)
+            if block in self._given_up:  # what comes later is of no use without what was before
+                return
         slots = self._slots[: part.rows, part.begin : part.end]
         self._hidden.setdefault(block, _Store()).write(slots, part.hidden, self._used)
 
