@@ -14,7 +14,7 @@ HIDDEN = 3
 
 
 class Tapes(RuleBasedStateMachine):
-    """Beside the tape, lists of tokens for each row: (number, position id or None, first place that it sees or None)."""
+    """Beside the tape, lists of tokens for each row: number, position id or None, first place that it sees or None."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from lilliput.errors import BadRequest
+
 #: below so many kept tokens it does not pay to look for some that no row uses any more
 _WORTH_CLEARING = 1024
 
@@ -84,6 +86,10 @@ class _Store:
     def nbytes(self) -> int:
         return self._data.nbytes
 
+    @property
+    def width(self) -> int:
+        return self._data.shape[-1]
+
     def write(self, slots: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
         """:param values: `[*slots.shape, ...]`"""
         if capacity > len(self.known):
@@ -143,8 +149,18 @@ class Tape:
         return int(differs[0]) if len(differs) else self._length
 
     def append(self, part: Part) -> None:
-        """Add the tokens of a part with what goes along with them; their hidden states are written as they appear."""
-        rows, count = part.hidden.shape[:2]
+        """Add the tokens of a part with what goes along with them; their hidden states are written as they appear.
+
+        Raises `BadRequest` if they have another width than those before.
+        """
+        rows, count, width = part.hidden.shape
+        if not self._length:  # a new beginning
+            self._used = 0
+            self._hidden.clear()
+            self._masks.clear()
+            self._position_ids, self._prompts = _Store(), _Store()
+        elif (held := self._hidden[self.first_block].width) != width:
+            raise BadRequest(f"hidden states must be [rows, tokens, {held}] like those before, not {width} wide")
         slots = torch.arange(self._used, self._used + rows * count).reshape(rows, count)
         self._used += rows * count
         if not self._length and rows != self.rows:
