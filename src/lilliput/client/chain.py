@@ -159,7 +159,6 @@ class Chain:
     def have(self, part: Part) -> None:
         """All servers have these tokens in their caches already."""
         self.tape.append(part)
-        self.tape.write(self.start, part)
         for leg in self.legs:
             leg.stand_at(part.end)
 

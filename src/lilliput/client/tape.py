@@ -149,7 +149,7 @@ class Tape:
         return int(differs[0]) if len(differs) else self._length
 
     def append(self, part: Part) -> None:
-        """Add the tokens of a part with what goes along with them; their hidden states are written as they appear.
+        """Add the tokens of a part that enters the chain. What it becomes further on is written as it appears.
 
         Raises `BadRequest` if they have another width than those before.
         """
@@ -172,6 +172,7 @@ class Tape:
             self._slots = grown
         self._slots[:, self._length : after] = slots
         self._length = after
+        self._hidden.setdefault(self.first_block, _Store()).write(slots, part.hidden, self._used)
         if part.position_ids is not None:
             self._position_ids.write(slots, part.position_ids, self._used)
         if part.prompts is not None:
@@ -182,8 +183,10 @@ class Tape:
                     self._masks[int(slots[row, token])] = seen.clone()
 
     def write(self, block: int, part: Part, *, needed: bool = False) -> None:
-        """Keep the hidden states of a part that enters `block`, if there is room for them or they are `needed`."""
-        if not needed and block != self.first_block:
+        """Keep the hidden states of a part that enters a later `block`, if there is room or they are `needed`."""
+        if block == self.first_block:
+            return
+        if not needed:
             between = sum(store.nbytes for at, store in self._hidden.items() if at != self.first_block)
             if between > self.budget:
                 self._hidden.pop(block, None)
