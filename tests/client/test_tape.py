@@ -78,7 +78,7 @@ class Tapes(RuleBasedStateMachine):
         same = [len({row[place][0] for row in self.rows}) == 1 for place in range(self.length)]
         assert self.tape.shared == (same.index(False) if False in same else self.length)
         for block in (2, 4):
-            assert self.tape.knows(block, self.length)
+            assert self.tape.knows(block, 0, self.length)
             for begin in {0, self.length // 2}:
                 part = self.tape.play(block, begin, self.length)
                 assert part.hidden[..., 0].tolist() == [[token[0] for token in row[begin:]] for row in self.rows]
@@ -92,7 +92,7 @@ class Tapes(RuleBasedStateMachine):
                             seen = part.mask[row, place - begin]
                         expected = torch.arange(self.length)
                         assert seen.tolist() == ((expected <= place) & (expected >= (first or 0))).tolist()
-        assert not self.tape.knows(3, self.length)
+        assert not self.tape.knows(3, 0, self.length)
 
 
 def test_a_tape_plays_what_is_in_the_caches(monkeypatch: object) -> None:
@@ -110,8 +110,8 @@ def test_hidden_states_between_servers_are_bounded() -> None:
         tape.append(part)
         for block in (0, 3, 6):
             tape.write(block, part)
-    assert tape.knows(0, 1000)
-    assert not tape.knows(3, 1000)
+    assert tape.knows(0, 0, 1000)
+    assert not tape.knows(3, 0, 1000)
     between = sum(store.nbytes for block, store in tape._hidden.items() if block)
     assert between <= 30_000
     part = tape.play(0, 0, 1000)

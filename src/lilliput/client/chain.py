@@ -303,10 +303,9 @@ class Chain:
         :param version: stop when the tape has another one
         """
         try:
-            block = legs[0].start
-            if not self.tape.knows(block, length):
-                await self._make_again(block, length)
-            at = min(leg.answered for leg in legs)
+            block, at = legs[0].start, min(leg.answered for leg in legs)
+            if not self.tape.knows(block, at, length):
+                await self._make_again(block, at)
             await self._play(legs, at, length, version)
             return length - at
         except BaseException:
@@ -331,7 +330,7 @@ class Chain:
                 if leg is not legs[0] and (version is None or version == self.tape.version):
                     self.tape.write(leg.start, part)
                 part = replace(part, hidden=await leg.compute(part))
-            if legs[-1].end < self.end and not self.tape.knows(legs[-1].end, end) and version is None:
+            if legs[-1].end < self.end and not self.tape.knows(legs[-1].end, begin, end) and version is None:
                 self.tape.write(legs[-1].end, part, needed=True)
 
         for leg in legs:
@@ -352,8 +351,8 @@ class Chain:
             yield begin, stop, sent
             begin = stop
 
-    async def _make_again(self, block: int, length: int) -> None:
-        """Hidden states before `block` that are on no tape: the server before it computes them once more."""
+    async def _make_again(self, block: int, begin: int) -> None:
+        """Hidden states before `block`, from token `begin` on: the server before it computes them once more."""
         while True:
             before = next(leg for leg in self.legs if leg.end == block)
             if before.session.broken is None:
@@ -364,9 +363,9 @@ class Chain:
         stands = before.answered
         before.stand_at(_TAKES_NONE)
         try:
-            if not self.tape.knows(before.start, stands):
-                await self._make_again(before.start, stands)
-            await self._play([before], 0, stands)
+            if not self.tape.knows(before.start, begin, stands):
+                await self._make_again(before.start, begin)
+            await self._play([before], begin, stands)
         except BaseException:
             before.stand_at(stands)
             await before.session.close()  # nobody knows what is in its cache now
@@ -395,7 +394,7 @@ class Chain:
                 legs = await self._open_legs(hops, b"", set())
                 version, replayed = self.tape.version, 0
                 for _ in range(_CATCH_UPS):
-                    if version != self.tape.version or not self.tape.knows(leg.start, leg.answered):
+                    if version != self.tape.version or not self.tape.knows(leg.start, legs[0].answered, leg.answered):
                         break
                     replayed += (fed := await self._feed(legs, leg.answered, version=version))
                     if fed <= 1:

@@ -196,9 +196,9 @@ class Tape:
         slots = self._slots[: part.rows, part.begin : part.end]
         self._hidden.setdefault(block, _Store()).write(slots, part.hidden, self._used)
 
-    def knows(self, block: int, length: int) -> bool:
-        """Whether the first `length` tokens can be played to a server that begins with `block`."""
-        slots = self._slots[:, :length]
+    def knows(self, block: int, begin: int, end: int) -> bool:
+        """Whether tokens `[begin, end)` can be played to a server that begins with `block`."""
+        slots = self._slots[:, begin:end]
         store = self._hidden.get(block)
         if not slots.numel():
             return True
