@@ -78,8 +78,11 @@ class Conversation:
             ids = self._fit(question, limit)
             count = min(self._max_new_tokens, limit - len(ids))
             session = self._session_for(len(ids) + count)
+            before = len(session.core.recoveries)
             try:
                 self._model.generate(ids, session, answer, max_new_tokens=count, **self._options)
+                for recovery in session.core.recoveries[before:]:
+                    self._notice(str(recovery))
                 return
             except CacheFull:
                 if answer.tokens or not self.turns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -165,6 +166,7 @@ def _facts(server: Server) -> dict[str, Any]:
     return {
         "model": service.model,
         "blocks": list(server.blocks),
+        "pid": os.getpid(),
         "peer_id": str(server.dht.peer_id) if server.dht else "",
         "addresses": list(server.addresses),
         "cache_tokens": service.admission.pages * service.admission.page_size,
@@ -181,7 +183,8 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         start, end = server.blocks
         typer.echo(
             f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
-            f"{facts['cache_tokens']:,} tokens. Ctrl-C stops it. Others join with one of"
+            f"{facts['cache_tokens']:,} tokens. Ctrl-C or `lilliput drain {os.getpid()}` stops it. "
+            "Others join with one of"
         )
         for address in server.addresses:
             typer.echo(f"  --initial-peers {address}")
