@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
 from lilliput.errors import ModelError
+from lilliput.models.families import family_of
 from lilliput.models.sources import ModelFiles
 
 #: transformers replaces functions of its own while it makes a model: two threads at once would leave them replaced
@@ -25,14 +26,29 @@ _loading = threading.Lock()
 
 Punch = Callable[[PreTrainedModel], None]
 
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
-
 
 class PassThrough(nn.Module):
-    """Stands for a block that another machine holds: returns its hidden states unchanged."""
+    """Stands for a block that another machine holds: returns its hidden states unchanged.
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    :param tuples: as the only element of a tuple
+    :param stand_in: computes something in place of all blocks, from what a block is called with
+    """
+
+    def __init__(self, tuples: bool = False, stand_in: nn.Module | None = None) -> None:
+        super().__init__()
+        self.tuples, self.stand_in = tuples, stand_in
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.stand_in is not None:
+            hidden_states = self.stand_in(hidden_states, *args, **kwargs)
+        return (hidden_states,) if self.tuples else hidden_states
+
+
+class NoPositions(nn.Module):
+    """Stands for an embedding: of positions, it would be added; of tokens, nobody asks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1)
 
 
 def read_config(files: ModelFiles) -> PretrainedConfig:
@@ -76,12 +92,15 @@ def keep_span(start: int, end: int) -> Punch:
 
     def punch(model: PreTrainedModel) -> None:
         base, blocks = base_of(model), blocks_of(model)
+        tuples = family_of(base.config).tuples
         for index in range(len(blocks)):
             if not start <= index < end:
-                blocks[index] = PassThrough()
+                blocks[index] = PassThrough(tuples)
         for name, child in list(base.named_children()):
-            if name in _FINAL_NORMS or isinstance(child, nn.Embedding):
-                setattr(base, name, nn.Identity())
+            if isinstance(child, nn.Embedding):
+                setattr(base, name, NoPositions())
+            elif child is not blocks and any(True for _ in child.parameters()):
+                setattr(base, name, nn.Identity())  # a norm or a projection before the blocks, or after them
 
     return punch
 
@@ -90,9 +109,9 @@ def keep_ends(first_block: nn.Module) -> Punch:
     """Leave embedding, final norm and head: what a client holds. `first_block` stands for all blocks."""
 
     def punch(model: PreTrainedModel) -> None:
-        blocks = blocks_of(model)
+        blocks, tuples = blocks_of(model), family_of(base_of(model).config).tuples
         for index in range(len(blocks)):
-            blocks[index] = PassThrough() if index else first_block
+            blocks[index] = PassThrough(tuples, None if index else first_block)
 
     return punch
 
@@ -111,6 +130,7 @@ def load_with_holes(
     :param attention: the name of a registered attention implementation
     """
     config = read_config(files)
+    family_of(config)  # some families must be prepared before they are built
     try:
         with _loading, torch.device("meta"):
             family: type[PreTrainedModel] = type(auto.from_config(config))
