@@ -121,26 +121,26 @@ AttentionMaskInterface.register(ATTENTION, _no_mask)
 
 
 class SpanBlock(nn.Module):
-    """A family's block inside a span: skipped when the request leaves it out, given its deep prompts.
+    """A family's block inside a span: skipped when the request leaves it out, given its deep prompts."""
 
-    :param skipped: what stands for the block when it is skipped
-    """
-
-    def __init__(self, block: nn.Module, index: int, skipped: nn.Module) -> None:
+    def __init__(self, block: nn.Module, index: int) -> None:
         super().__init__()
-        self.block, self.index, self.skipped = block, index, skipped
+        self.block, self.index = block, index
+        self.attention_type = getattr(block, "attention_type", None)  # for releases before 5, whose models ask for it
+        self._tuples = False
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         call = _current.get()
         if not call.start <= self.index < call.end:
-            return self.skipped(hidden_states)
+            return (hidden_states,) if self._tuples else hidden_states
         hidden = call.hidden if self.index == call.start else hidden_states
         if call.prompts is not None:
             hidden = hidden + call.prompts[self.index - call.start]
         if call.batch is not None and call.batch.prompts:
             hidden = hidden + packed_prompt(call.batch, self.index - call.start, hidden[0])
         out = self.block(hidden, *args, **kwargs)
-        result = out[0] if isinstance(out, tuple) else out
+        self._tuples = isinstance(out, tuple)
+        result = out[0] if self._tuples else out
         if self.index == call.end - 1:
             call.hidden = result
         if call.trials is not None and call.attended is not None:

@@ -18,9 +18,9 @@ from lilliput.models import attention
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import PackedBatch
 from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, packed_prompt
-from lilliput.models.families import family_of
+from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
-from lilliput.models.holes import PassThrough, base_of, blocks_of, keep_span, load_with_holes
+from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
 from lilliput.models.sources import ModelFiles
 
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
@@ -43,10 +43,10 @@ class Span:
         self.dtype: torch.dtype = model.dtype
         self.config = self._base.config
         self.hidden_size: int = self.config.hidden_size
-        blocks, family = blocks_of(model), family_of(self.config)
-        family.adapt(self._base, list(blocks)[start:end])
+        blocks = blocks_of(model)
+        adapt(self._base, list(blocks)[start:end])
         for index in range(start, end):
-            blocks[index] = SpanBlock(blocks[index], index, PassThrough(family.tuples))
+            blocks[index] = SpanBlock(blocks[index], index)
         self._fused: dict[int, FusedBlock] | None = None
         self.shapes: dict[int, AttentionShape] = {}
         self._try_out(blocks, fuse)

@@ -10,7 +10,6 @@ from transformers.models.bloom.modeling_bloom import BloomAttention, build_alibi
 
 from lilliput.models.alibi import Alibi
 from lilliput.models.call import attend
-from lilliput.models.families.family import Family
 
 
 class SpanBloomAttention(BloomAttention):
@@ -25,12 +24,10 @@ class SpanBloomAttention(BloomAttention):
         return self.dense(attended.flatten(2)) + residual, None
 
 
-def _adapt(base: Any, blocks: Sequence[Any]) -> None:
+def adapt(base: Any, blocks: Sequence[Any]) -> None:
+    """Give `blocks` of a span this attention."""
     heads = base.num_heads
     alibi = Alibi(heads, lambda keys: build_alibi_tensor(torch.ones(1, keys), heads, torch.float32))
     for block in blocks:
         block.self_attention.__class__ = SpanBloomAttention  # it keeps its weights
         block.self_attention.alibi = alibi
-
-
-FAMILY = Family(_adapt, tuples=True)

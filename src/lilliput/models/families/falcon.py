@@ -15,7 +15,6 @@ from transformers.models.falcon.modeling_falcon import (
 
 from lilliput.models.alibi import Alibi
 from lilliput.models.call import attend
-from lilliput.models.families.family import Family
 
 
 class SpanFalconAttention(FalconAttention):
@@ -34,7 +33,8 @@ class SpanFalconAttention(FalconAttention):
         return self.dense(attended.flatten(2)), None
 
 
-def _adapt(base: Any, blocks: Sequence[Any]) -> None:
+def adapt(base: Any, blocks: Sequence[Any]) -> None:
+    """Give `blocks` of a span this attention."""
     heads, scaling = base.num_heads, blocks[0].self_attention.inv_norm_factor
 
     def build(keys: int) -> torch.Tensor:
@@ -47,7 +47,5 @@ def _adapt(base: Any, blocks: Sequence[Any]) -> None:
         block.self_attention.alibi = alibi
 
 
-for name in ("lilliput_span", "lilliput_ends"):  # it looks up a class by the name of the attention
+for name in ("lilliput_span", "lilliput_ends"):  # it looks a class up by the name of its attention
     FALCON_ATTENTION_CLASSES.setdefault(name, FalconAttention)
-
-FAMILY = Family(_adapt, tuples=True)

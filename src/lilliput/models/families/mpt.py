@@ -10,7 +10,6 @@ from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_t
 
 from lilliput.models.alibi import Alibi
 from lilliput.models.call import attend
-from lilliput.models.families.family import Family
 
 
 class SpanMptAttention(MptAttention):
@@ -27,11 +26,9 @@ class SpanMptAttention(MptAttention):
         return self.out_proj(attended.flatten(2)), None
 
 
-def _adapt(base: Any, blocks: Sequence[Any]) -> None:
+def adapt(base: Any, blocks: Sequence[Any]) -> None:
+    """Give `blocks` of a span this attention."""
     alibi = Alibi(base.num_heads, lambda keys: build_mpt_alibi_tensor(base.num_heads, keys))
     for block in blocks:
         block.attn.__class__ = SpanMptAttention  # it keeps its weights
         block.attn.alibi = alibi
-
-
-FAMILY = Family(_adapt, tuples=True)
