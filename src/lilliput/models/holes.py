@@ -141,12 +141,17 @@ def load_with_holes(
     holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
         with _loading, _quiet_transformers():
-            model = holed.from_pretrained(
-                files.path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+            model, report = holed.from_pretrained(
+                files.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
-    missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
     _learn_tuples(base_of(model), blocks_of(model))

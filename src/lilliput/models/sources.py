@@ -56,6 +56,14 @@ class ModelFiles:
         """The content of config.json."""
         return read_config(self.path)
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks the model has. Raises `ModelError`."""
+        blocks = _first(_of_text(self.config()), *_BLOCKS)
+        if not isinstance(blocks, int):
+            raise ModelError(f"{self.path} does not say how many blocks {self.name} has")
+        return blocks
+
 
 def resolve(
     name: str,
@@ -146,26 +154,39 @@ _NO_PICKLES = (
 )
 
 
+#: what configurations call the number of blocks
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model, if there are others beside it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _first(config: dict[str, Any], *names: str, default: object = None) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
 def fingerprint(config: dict[str, Any]) -> str:
     """A short digest of what in a config.json decides the shapes and the arithmetic of the blocks.
 
     Facts that a config leaves at their defaults count as if they were written, so a config that another transformers
     release saved again has the same fingerprint. Dtype, token ids and the like do not count.
     """
-    text = config.get("text_config")
-    c: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
+    c = _of_text(config)
 
     def first(*names: str, default: object = None) -> Any:
-        return next((c[name] for name in names if c.get(name) is not None), default)
+        return _first(c, *names, default=default)
 
-    hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head")
+    hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "n_heads")
     rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", c.get("rope_theta"))
     rope.setdefault("rope_type", rope.pop("type", "default"))
     facts = {
         "type": c.get("model_type"),
         "hidden": hidden,
-        "blocks": first("num_hidden_layers", "n_layer", "num_layers"),
+        "blocks": first(*_BLOCKS),
         "heads": heads,
         "kv_heads": first("num_key_value_heads", default=heads),
         "head": first("head_dim", default=hidden // heads if hidden and heads else None),
