@@ -184,3 +184,23 @@ FAMILIES = [
     ),
     Family("smollm3", "smollm3", "no positions every other layer", {**_SIZES, "no_rope_layer_interval": 2}),
 ]
+
+#: families that cannot be served (yet), by model_type, and a word of the reason that users are told
+REFUSED = {
+    "mamba": "running state",
+    "mamba2": "running state",
+    "falcon_mamba": "running state",
+    "jamba": "running state",
+    "bamba": "running state",
+    "zamba2": "running state",
+    "rwkv": "running state",
+    "recurrent_gemma": "running state",
+    "qwen3_next": "running state",
+    "lfm2": "running state",
+    "t5": "encoder",
+    "bart": "encoder",
+    "whisper": "encoder",
+    "vit": "images",
+    "llama4_text": "places",
+    "gemma3n_text": "more than hidden states",
+}

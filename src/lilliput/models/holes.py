@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
-from lilliput.errors import ModelError
+from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.families import family_of
 from lilliput.models.sources import ModelFiles
 
@@ -68,7 +68,9 @@ def base_of(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _blocks_in(module) is not None:
             return module
-    raise ModelError(f"{type(model).__name__} keeps its blocks in a way that is not understood")
+    raise UnsupportedModel(
+        f"{type(model).__name__} cannot be served: it keeps its blocks in a way that is not understood"
+    )
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -189,7 +191,9 @@ def _learn_tuples(base: Any, blocks: nn.ModuleList) -> None:
         with contextlib.suppress(_Learned), torch.no_grad():
             base(**call, use_cache=False)
     except Exception as e:  # whatever a family's code may stumble over
-        raise ModelError(f"{type(base).__name__} cannot be served: it does not run without its blocks: {e}") from e
+        raise UnsupportedModel(
+            f"{type(base).__name__} cannot be served: it does not run without its blocks: {e}"
+        ) from e
     finally:
         blocks[0], blocks[1] = real
 

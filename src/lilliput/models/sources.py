@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lilliput.errors import ModelError
+from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.progress import Progress, silent
+from lilliput.models.refusal import refusal
 
 #: the demo model's canonical name, and the other names by which it is known (in lower case)
 DEMO = "SmolLM2-135M-Instruct"
@@ -134,7 +135,9 @@ def weight_files(folder: Path) -> list[str]:
 
 def check_folder(folder: Path, *, weights: bool = True) -> None:
     """Raise ModelError unless `folder` holds a model this program can serve."""
-    read_config(folder)
+    reason = refusal(read_config(folder))
+    if reason is not None:
+        raise UnsupportedModel(f"{_name_of(folder)} cannot be served: {reason}.")
     if not weights:
         return
     missing = [file for file in weight_files(folder) if not (folder / file).is_file()]
@@ -250,6 +253,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, weights: bool,
         folder = download(LIGHT_FILES)
         if not weights or not (folder / "config.json").exists():
             return folder
+        check_folder(folder, weights=False)
         progress(f"downloading {name}", 0, None)  # older releases of the client count files, not bytes
         folder = download(weight_files(folder))
         if not any((folder / file).exists() for file in weight_files(folder)):

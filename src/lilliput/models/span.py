@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
-from lilliput.errors import ModelError
+from lilliput.errors import UnsupportedModel
 from lilliput.models import attention
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import PackedBatch
@@ -130,7 +130,7 @@ class Span:
         with torch.no_grad():
             self._through_family(hidden, positions, call)
             if set(self.shapes) != set(range(self.start, self.end)):
-                raise ModelError(
+                raise UnsupportedModel(
                     f"{type(self._base).__name__} cannot be served: "
                     "it does not reach its attention through transformers' attention interface"
                 )
