@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+#: the oldest release of transformers that Lilliput takes; all families were tried with it
+OLDEST = "4.56"
 BLOCKS = 6
 WINDOW = 9
 
@@ -42,6 +44,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     #: transformers' attention to compare with
     reference: str = "eager"
+    #: why it does not work with the oldest release of transformers that Lilliput takes, if it does not
+    oldest: str = ""
 
 
 FAMILIES = [
@@ -80,12 +84,19 @@ FAMILIES = [
         "gemma3_text",
         "windows, two rotary bases",
         {**_HEAD, "sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
+        oldest="refused: does not find its tensors",
     ),
     Family("phi", "phi", "parallel attention, partial rotary", _OLD),
     Family("phi3", "phi3", "joined projections, sliding window", {**_SIZES, "sliding_window": WINDOW}),
     Family("gpt2", "gpt2", "absolute positions", {**_GPT, **_NO_DROPOUT}),
     Family("gpt_neox", "gpt_neox", "parallel attention, partial rotary", _OLD),
-    Family("gptj", "gptj", "parallel attention, partial rotary", {**_GPT, **_NO_DROPOUT, "rotary_dim": 8}),
+    Family(
+        "gptj",
+        "gptj",
+        "parallel attention, partial rotary",
+        {**_GPT, **_NO_DROPOUT, "rotary_dim": 8},
+        oldest="refused: an attention of its own",
+    ),
     Family(
         "opt",
         "opt",
@@ -127,7 +138,13 @@ FAMILIES = [
     Family(
         "mpt", "mpt", "alibi", {"vocab_size": 128, "d_model": 64, "n_layers": BLOCKS, "n_heads": 4, "max_seq_len": 256}
     ),
-    Family("stablelm", "stablelm", "partial rotary, norms per head", {**_SIZES, "qk_layernorm": True}),
+    Family(
+        "stablelm",
+        "stablelm",
+        "partial rotary, norms per head",
+        {**_SIZES, "qk_layernorm": True},
+        oldest="not tried: it cannot make such norms",
+    ),
     Family("starcoder2", "starcoder2", "sliding window", {**_SIZES, "sliding_window": WINDOW}),
     Family("cohere", "cohere", "parallel attention, interleaved rotary", {**_SIZES, "use_qk_norm": True}),
     Family(
