@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lilliput.models import attention
+from lilliput.models import attention, masks
 from lilliput.models.attention import AttentionShape, KeyBias
 from lilliput.models.batch import PackedBatch
+from lilliput.models.masks import MaskFunction
 
 #: the name under which transformers finds `attend`
 ATTENTION = "lilliput_span"
@@ -52,6 +53,7 @@ class Call:
     mask: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     recorded: dict[int, AttentionShape] | None = None
+    masks: list[MaskFunction | None] = field(default_factory=list)
     attended: torch.Tensor | None = None
     trials: dict[int, Trial] | None = None
 
@@ -101,6 +103,7 @@ def attend(
         key_bias=key_bias,
     )
     if call.recorded is not None:
+        masks.check(attention_mask, call.masks, sliding_window)
         call.recorded[index] = shape
     if call.batch is None:
         out = attention.dense(query, key, value, call.mask, shape)
@@ -111,13 +114,16 @@ def attend(
     return attention.paged(query[0].transpose(0, 1), pool, call.batch, shape)[None], None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The batch knows who attends to what; transformers need not build masks. (A tensor: mpt converts what it gets.)"""
-    return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+def _mask(*args: Any, mask_function: MaskFunction | None = None, **kwargs: Any) -> torch.Tensor:
+    call = _current.get(None)
+    if call is None or call.recorded is None:
+        return masks.numbered(0)
+    call.masks.append(mask_function)
+    return masks.numbered(len(call.masks) - 1)
 
 
 AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
+AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 class SpanBlock(nn.Module):

@@ -16,7 +16,7 @@ from transformers import AutoModel, PreTrainedModel
 from lilliput.errors import UnsupportedModel
 from lilliput.models import attention
 from lilliput.models.attention import AttentionShape
-from lilliput.models.batch import PackedBatch
+from lilliput.models.batch import Chunk, PackedBatch
 from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, packed_prompt
 from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
@@ -28,6 +28,8 @@ from lilliput.models.sources import ModelFiles
 _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 #: trial inputs are small, so that what a block adds is not lost in rounding the sum
 _TRIAL_SCALE = 0.02
+#: far above all rounding through many blocks, far below what it makes to mistake one row for another
+_PACKING_TOLERANCE = 0.25
 
 
 class Span:
@@ -122,18 +124,21 @@ class Span:
             return rotary_tables(cos[0], sin[0]) if packed else rotary_tables(cos, sin)
 
     def _try_out(self, blocks: nn.ModuleList, fuse: bool) -> None:
-        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones on them."""
+        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones on them.
+
+        Raises `UnsupportedModel` if the family means something that would be computed otherwise.
+        """
         generator = torch.Generator().manual_seed(0)
         hidden = (torch.randn(2, 5, self.hidden_size, generator=generator) * _TRIAL_SCALE).to(self.dtype)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
         call = Call(self.start, self.end, recorded=self.shapes, trials={})
         with torch.no_grad():
-            self._through_family(hidden, positions, call)
-            if set(self.shapes) != set(range(self.start, self.end)):
-                raise UnsupportedModel(
-                    f"{type(self._base).__name__} cannot be served: "
-                    "it does not reach its attention through transformers' attention interface"
-                )
+            try:
+                output = self._through_family(hidden, positions, call)
+                if set(self.shapes) != set(range(self.start, self.end)):
+                    raise UnsupportedModel("it does not reach its attention through transformers' attention interface")
+            except UnsupportedModel as e:
+                raise UnsupportedModel(f"{type(self._base).__name__} cannot be served: {e}") from None
             # `s_aux` is a parameter of the block itself: keep it as it is, without its history
             self.shapes = {
                 i: replace(s, sinks=s.sinks.detach() if s.sinks is not None else None) for i, s in self.shapes.items()
@@ -143,6 +148,26 @@ class Span:
         if self._fused is not None:
             for index in range(self.start, self.end):
                 blocks[index] = nn.Identity()  # the fused blocks have their own copies
+        self._check_packing(hidden, positions, output)
+
+    def _check_packing(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
+        """Rows packed into one sequence must come out as side by side: only attention may know of neighbours."""
+        rows, tokens, _ = hidden.shape
+        pages = torch.arange(rows)[:, None]
+        batch = PackedBatch(
+            page_size=tokens,
+            position_ids=positions.reshape(-1),
+            slots=torch.arange(rows * tokens),
+            chunks=[Chunk(rows, tokens, 0, pages)],
+        )
+        got = self.paged(hidden.flatten(0, 1), batch, self.new_pools(rows, tokens), self.start, self.end)
+        error, size = (
+            (got.view_as(hidden) - expected).abs().float().median(),
+            (expected - hidden).abs().float().median(),
+        )
+        if not bool(error <= _PACKING_TOLERANCE * size):
+            name = type(self._base).__name__
+            raise UnsupportedModel(f"{name} cannot be served: its blocks know of a token's neighbours beside attention")
 
     def _fuse(self, blocks: nn.ModuleList, call: Call) -> dict[int, FusedBlock] | None:
         """All blocks fused, or None if one of them computes something else."""
