@@ -16,9 +16,9 @@ CAUSAL: Any = masking_utils.causal_mask_function
 
 def test_causal_and_sliding_masks_are_what_a_batch_computes() -> None:
     sliding = masking_utils.sliding_window_causal_mask_function(4096)
-    check(numbered(0), [CAUSAL, sliding], None)
-    check(numbered(1), [CAUSAL, sliding], 4096)
-    check(None, [CAUSAL], None)
+    check(numbered(0), [CAUSAL, sliding], None, 5)
+    check(numbered(1), [CAUSAL, sliding], 4096, 5)
+    check(None, [CAUSAL], None, 5)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,11 @@ def test_causal_and_sliding_masks_are_what_a_batch_computes() -> None:
 )
 def test_others_are_refused(function: Any, window: int | None) -> None:
     with pytest.raises(UnsupportedModel):
-        check(numbered(0), [function], window)
+        check(numbered(0), [function], window, 5)
 
 
 def test_a_mask_with_biases_in_it_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="hold more"):
-        check(numbered(0) - 0.5, [CAUSAL], None)
+        check(numbered(0) - 0.5, [CAUSAL], None, 5)
     with pytest.raises(UnsupportedModel, match="hold more"):
-        check(torch.tensor([[0.0, -1e9], [-0.5, 0.0]])[None, None], [CAUSAL], None)
+        check(torch.tensor([[0.0, -1e9], [-0.5, 0.0]])[None, None], [CAUSAL], None, 5)

@@ -103,7 +103,7 @@ def attend(
         key_bias=key_bias,
     )
     if call.recorded is not None:
-        masks.check(attention_mask, call.masks, sliding_window)
+        masks.check(attention_mask, call.masks, sliding_window, query.shape[2])
         call.recorded[index] = shape
     if call.batch is None:
         out = attention.dense(query, key, value, call.mask, shape)
