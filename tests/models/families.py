@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-#: the oldest release of transformers that Lilliput takes; all families were tried with it
-OLDEST = "4.56"
 BLOCKS = 6
 WINDOW = 9
 
@@ -44,8 +42,8 @@ class Family:
     config: dict[str, Any] = field(default_factory=dict)
     #: transformers' attention to compare with
     reference: str = "eager"
-    #: why it does not work with the oldest release of transformers that Lilliput takes, if it does not
-    oldest: str = ""
+    #: the oldest release of transformers with which it was tried and works; in older ones it is refused
+    since: str = "4.56"
 
 
 FAMILIES = [
@@ -84,7 +82,7 @@ FAMILIES = [
         "gemma3_text",
         "windows, two rotary bases",
         {**_HEAD, "sliding_window": WINDOW, "layer_types": _ALTERNATING, "query_pre_attn_scalar": 16},
-        oldest="refused: does not find its tensors",
+        since="5.12",
     ),
     Family("phi", "phi", "parallel attention, partial rotary", _OLD),
     Family("phi3", "phi3", "joined projections, sliding window", {**_SIZES, "sliding_window": WINDOW}),
@@ -95,7 +93,7 @@ FAMILIES = [
         "gptj",
         "parallel attention, partial rotary",
         {**_GPT, **_NO_DROPOUT, "rotary_dim": 8},
-        oldest="refused: an attention of its own",
+        since="5.24",
     ),
     Family(
         "opt",
@@ -143,7 +141,7 @@ FAMILIES = [
         "stablelm",
         "partial rotary, norms per head",
         {**_SIZES, "qk_layernorm": True},
-        oldest="not tried: it cannot make such norms",
+        since="5.12",
     ),
     Family("starcoder2", "starcoder2", "sliding window", {**_SIZES, "sliding_window": WINDOW}),
     Family("cohere", "cohere", "parallel attention, interleaved rotary", {**_SIZES, "use_qk_norm": True}),
@@ -204,20 +202,20 @@ FAMILIES = [
 
 #: families that cannot be served (yet), by model_type, and a word of the reason that users are told
 REFUSED = {
-    "mamba": "running state",
-    "mamba2": "running state",
-    "falcon_mamba": "running state",
-    "jamba": "running state",
-    "bamba": "running state",
-    "zamba2": "running state",
-    "rwkv": "running state",
-    "recurrent_gemma": "running state",
-    "qwen3_next": "running state",
-    "lfm2": "running state",
-    "t5": "encoder",
-    "bart": "encoder",
-    "whisper": "encoder",
-    "vit": "images",
-    "llama4_text": "places",
+    "mamba": "layers keep a running state",
+    "mamba2": "layers keep a running state",
+    "falcon_mamba": "layers keep a running state",
+    "jamba": "layers keep a running state",
+    "bamba": "layers keep a running state",
+    "zamba2": "layers keep a running state",
+    "rwkv": "layers keep a running state",
+    "recurrent_gemma": "layers keep a running state",
+    "qwen3_next": "layers keep a running state",
+    "lfm2": "layers keep a running state",
+    "t5": "an encoder besides its decoder",
+    "bart": "an encoder besides its decoder",
+    "whisper": "an encoder besides its decoder",
+    "vit": "reads images and writes no text",
+    "llama4_text": "depends on places",
     "gemma3n_text": "more than hidden states",
 }

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from families import BLOCKS, FAMILIES, OLDEST, Family
+from families import BLOCKS, FAMILIES, Family
 from in_process import LocalModel, LocalSession, together
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lilliput.models.sources import resolve
@@ -54,8 +55,8 @@ def save_random(family: Family, folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    if request.param.oldest and transformers.__version__.startswith(OLDEST):
-        pytest.skip(request.param.oldest)
+    if Version(transformers.__version__) < Version(request.param.since):
+        pytest.skip(f"works since transformers {request.param.since}")
     folder = tmp_path_factory.mktemp("family")
     save_random(request.param, folder)
     whole = AutoModelForCausalLM.from_pretrained(

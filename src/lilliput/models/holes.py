@@ -152,6 +152,11 @@ def load_with_holes(
                 output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
+        if e.args == (attention,):
+            raise UnsupportedModel(
+                f"{files.name} cannot be served with transformers {transformers.__version__}: "
+                f"its attention is the family's own there"
+            ) from e
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
     missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:
