@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check style types imports format bench proto clean
+.PHONY: help env demo test check style types imports format models bench proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ imports: $(READY)
 format: $(READY) ## Put the code into the style that check asks for
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+models: $(READY) ## Prove the families of models and write docs/models.md
+	$(BIN)/python -m pytest tests/models/test_families.py $(ARGS)
+	$(BIN)/python tests/models/models_page.py
 
 bench: $(READY) ## Measure speed
 	@$(BIN)/lilliput bench $(ARGS)

@@ -2,6 +2,7 @@
 
     LilliputError
     ├── ModelError            the model cannot be found, fetched, read, or served (exit: fix the name or the files)
+    │   └── UnsupportedModel  its family computes in a way that cannot be served; no other name or file will help
     ├── SwarmError            nothing wrong with the request; the swarm cannot take it now
     │   ├── MissingBlocks     no server holds blocks i..j
     │   ├── Unreachable       a peer does not answer
@@ -35,6 +36,10 @@ class LilliputError(Exception):
 
 class ModelError(LilliputError):
     """A model cannot be found, fetched, read, or served by this program."""
+
+
+class UnsupportedModel(ModelError):
+    """The model's family computes in a way that cannot be served (yet)."""
 
 
 class SwarmError(LilliputError):

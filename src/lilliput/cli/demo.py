@@ -51,7 +51,7 @@ def demo(
         nursery = stack.enter_context(Nursery())
         with drawn() as progress:
             files = resolve(_MODEL, progress=progress)
-        blocks = int(files.config()["num_hidden_layers"])
+        blocks = files.blocks
         if servers > blocks:
             raise BadRequest(f"{files.name} has {blocks} blocks; more servers than that find nothing to hold")
         bounds = [blocks * number // servers for number in range(servers + 1)]

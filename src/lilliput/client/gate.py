@@ -16,6 +16,7 @@ from lilliput.client.cache import SwarmCache
 from lilliput.client.history import PADDING
 from lilliput.client.sequential import RemoteSequential
 from lilliput.errors import BadRequest
+from lilliput.models.holes import base_of
 
 #: the cache's name in a model's arguments, which changed between releases of transformers
 CACHE_NAMES = ("cache", "past_key_values")
@@ -61,7 +62,7 @@ class Gate(nn.Module):
 
     def watch(self, model: Any) -> None:
         """Hook into `model`, a causal language model."""
-        base = model.base_model
+        base = base_of(model)  # not `model.base_model`, which OPT's language model goes around
         if base is not model:
             model.register_forward_pre_hook(_Reader(model, self._see_whole), with_kwargs=True)
         base.register_forward_pre_hook(_Reader(base, self._see_base), with_kwargs=True)

@@ -9,7 +9,7 @@ from typing import Any
 from lilliput.client.connection import Patience, SharedConnection
 from lilliput.client.remote import REPLAY_BYTES, RemoteModel
 from lilliput.collector import collector_paused
-from lilliput.errors import BadRequest, MissingBlocks, ModelError
+from lilliput.errors import BadRequest, MissingBlocks
 from lilliput.models.progress import Progress, silent
 from lilliput.models.sources import ModelFiles, resolve
 
@@ -64,13 +64,10 @@ class AutoDistributedModelForCausalLM:
         try:
             files = resolve(model, revision=revision, token=token, progress=progress)
             shared.loop.submit(shared.connection.prefetch(files.name))
-            blocks = files.config().get("num_hidden_layers") or files.config().get("n_layer")
-            if not isinstance(blocks, int):
-                raise ModelError(f"{files.path} does not say how many blocks {files.name} has")
             remote = RemoteModel(
                 shared.connection,
                 files.name,
-                blocks,
+                files.blocks,
                 files.fingerprint,
                 adapter=adapter,
                 codec=codec,

@@ -197,7 +197,7 @@ class RemoteSequential(nn.Module):
             remote = RemoteModel(
                 shared.connection,
                 files.name,
-                int(files.config()["num_hidden_layers"]),
+                files.blocks,
                 files.fingerprint,
                 adapter=adapter,
                 codec=codec,

@@ -2,17 +2,21 @@
 
 One function serves every family that reaches its attention through transformers' `AttentionInterface`, and the fused
 blocks. It honours what families hand over: scaling, sliding windows, soft caps, attention sinks, fewer key heads than
-query heads, values narrower than keys.
+query heads, values narrower than keys, biases of keys by their place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
+
+#: from a number of keys to float32 biases `[heads, keys]` by a key's place, added to its scaled scores
+KeyBias = Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    key_bias: KeyBias | None = None
 
     @property
     def cache_dim(self) -> int:
@@ -35,7 +40,7 @@ class AttentionShape:
 
     @property
     def plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
+        return self.softcap is None and self.sinks is None and self.key_bias is None
 
 
 #: queries that are taken at a time
@@ -127,8 +132,8 @@ def _decode(
         scores = torch.baddbmm(bias, folded, key.transpose(1, 2), alpha=shape.scaling)
         weights = torch.softmax(scores, dim=-1)
     else:
-        scores = torch.bmm(folded, key.transpose(1, 2))
-        weights = _weights(scores, bias, shape, rows)
+        scores = torch.bmm(folded, key.transpose(1, 2)).view(rows, shape.kv_heads, -1, 1, key.shape[1])
+        weights = _weights(scores, bias.view(rows, shape.kv_heads, 1, 1, -1), shape).view(*folded.shape[:2], -1)
     return torch.bmm(weights, value).view(rows, shape.heads, shape.value_dim)
 
 
@@ -161,16 +166,38 @@ def _attend(
     :param mask: bool [rows or 1, tokens, length], True = attend; None: all up to the query itself
     :param causal: nothing attends to what comes after it, whatever the mask
     """
-    rows, tokens, length = query.shape[0], query.shape[3], key.shape[3]
-    if shape.plain and torch.is_grad_enabled() and query.requires_grad:
+    if not shape.plain:
+        return _attend_by_weights(query, key, value, mask, shape, causal=causal)
+    if torch.is_grad_enabled() and query.requires_grad:
         return _attend_at_once(query, key, value, mask, shape)
-    if shape.plain:
-        return _attend_in_tiles(query, key, value, mask, shape, causal=causal)
-    if mask is None:
-        mask = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)[None]
-    bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
-    scores = query @ key.transpose(-1, -2)
-    return _weights(scores, bias[:, None, None], shape, rows) @ value
+    return _attend_in_tiles(query, key, value, mask, shape, causal=causal)
+
+
+def _attend_by_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    shape: AttentionShape,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """What no fused kernel computes: soft caps, sinks, biases of keys. A few queries at a time, and differentiable."""
+    tokens, length = query.shape[3], key.shape[3]
+    parts = []
+    for begin in range(0, tokens, _TILE):
+        stop = min(begin + _TILE, tokens)
+        first = length - tokens + begin
+        last = length - tokens + stop if causal else length
+        lowest = max(0, first - shape.window + 1) if causal and shape.window is not None else 0
+        if mask is not None:
+            allowed = mask[:, begin:stop, lowest:last]
+        else:
+            allowed = torch.ones(1, stop - begin, last - lowest, dtype=torch.bool).tril(first - lowest)
+        bias = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, torch.finfo(query.dtype).min)
+        scores = query[:, :, :, begin:stop] @ key[:, :, :, lowest:last].transpose(-1, -2)
+        parts.append(_weights(scores, bias[:, None, None], shape, lowest) @ value[:, :, :, lowest:last])
+    return torch.cat(parts, dim=3)
 
 
 def _attend_at_once(
@@ -242,20 +269,21 @@ def _attend_in_tiles(
     return out.view(rows, kv_heads, group, tokens, -1)
 
 
-def _weights(scores: torch.Tensor, bias: torch.Tensor, shape: AttentionShape, rows: int) -> torch.Tensor:
-    """Softmax with a soft cap and sinks.
+def _weights(scores: torch.Tensor, bias: torch.Tensor, shape: AttentionShape, first: int = 0) -> torch.Tensor:
+    """Softmax with a soft cap, sinks and biases of keys.
 
-    :param scores: unscaled, [rows * kv_heads, group, length] or [rows, kv_heads, group, tokens, length]
+    :param scores: unscaled, [rows, kv_heads, group, tokens, length]
+    :param bias: 0 or the dtype's lowest, [rows or 1, kv_heads or 1, 1, tokens, length]
+    :param first: place of the first key
     """
     scores = scores * shape.scaling
     if shape.softcap is not None:
         scores = torch.tanh(scores / shape.softcap) * shape.softcap
     scores = (scores + bias).float()
+    if shape.key_bias is not None:
+        keys = scores.shape[-1]
+        scores = scores + shape.key_bias(first + keys)[:, first:].reshape(shape.kv_heads, -1, 1, keys)
     if shape.sinks is None:
         return torch.softmax(scores, dim=-1).to(bias.dtype)
-    sinks = shape.sinks.float().view(shape.kv_heads, -1, 1)
-    if scores.dim() == 5:
-        column = sinks[None, ..., None].expand(*scores.shape[:-1], 1)
-    else:
-        column = sinks.repeat(rows, 1, 1).expand(*scores.shape[:-1], 1)
+    column = shape.sinks.float().view(shape.kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1)[..., :-1].to(bias.dtype)

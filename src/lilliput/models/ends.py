@@ -22,8 +22,9 @@ def _no_attention(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a model's ends have no attention: their blocks are elsewhere")
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
+def _no_mask(*args: Any, **kwargs: Any) -> torch.Tensor:
     """The stand-in for the blocks takes the padding as the caller gave it; transformers need not build masks."""
+    return torch.zeros(1, 1, 1, 1, dtype=torch.bool)  # a tensor: mpt converts what it gets
 
 
 AttentionInterface.register(ATTENTION, _no_attention)

@@ -17,7 +17,8 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
-from lilliput.errors import ModelError
+from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models.families import family_of
 from lilliput.models.sources import ModelFiles
 
 #: transformers replaces functions of its own while it makes a model: two threads at once would leave them replaced
@@ -25,14 +26,31 @@ _loading = threading.Lock()
 
 Punch = Callable[[PreTrainedModel], None]
 
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm")
-
 
 class PassThrough(nn.Module):
-    """Stands for a block that another machine holds: returns its hidden states unchanged."""
+    """Stands for a block that another machine holds: returns its hidden states unchanged.
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states
+    :param stand_in: computes something in place of all blocks, from what a block is called with
+    :ivar tuples: the family's blocks return tuples
+    """
+
+    def __init__(self, block: nn.Module, stand_in: nn.Module | None = None) -> None:
+        super().__init__()
+        self.stand_in = stand_in
+        self.tuples = False
+        self.attention_type = getattr(block, "attention_type", None)  # for releases before 5, whose models ask for it
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.stand_in is not None:
+            hidden_states = self.stand_in(hidden_states, *args, **kwargs)
+        return (hidden_states,) if self.tuples else hidden_states
+
+
+class NoPositions(nn.Module):
+    """Stands for an embedding: of positions, it would be added; of tokens, nobody asks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(1)
 
 
 def read_config(files: ModelFiles) -> PretrainedConfig:
@@ -45,30 +63,28 @@ def read_config(files: ModelFiles) -> PretrainedConfig:
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The model below the head: embedding, blocks, final norm."""
-    base: Any = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-    decoder = getattr(base, "decoder", None)  # opt keeps its blocks one floor lower
-    if isinstance(decoder, PreTrainedModel) and blocks_in(decoder) is not None:
-        return decoder
-    return base  # type: ignore[no-any-return]
-
-
-def blocks_in(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """The name and the list of the blocks that `module` holds directly, or None."""
-    config = getattr(module, "config", None)
-    count = getattr(config, "num_hidden_layers", None)
-    for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == count:
-            return name, child
-    return None
+    """The model below the head, which holds the blocks: embedding, blocks, final norm. Raises `ModelError`."""
+    # not `base_model`, which is one floor too high for OPT and names the wrong thing in some releases' Gemma 3
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _blocks_in(module) is not None:
+            return module
+    raise UnsupportedModel(
+        f"{type(model).__name__} cannot be served: it keeps its blocks in a way that is not understood"
+    )
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's blocks."""
-    found = blocks_in(base_of(model))
-    if found is None:
-        raise ModelError(f"{type(model).__name__} keeps its blocks in a way that is not understood")
-    return found[1]
+    """The list of a model's blocks. Raises `ModelError`."""
+    blocks = _blocks_in(base_of(model))
+    assert blocks is not None
+    return blocks
+
+
+def _blocks_in(module: PreTrainedModel) -> nn.ModuleList | None:
+    """The list of the blocks that `module` holds directly, or None."""
+    count = getattr(module.config, "num_hidden_layers", None)
+    lists = (child for child in module.children() if isinstance(child, nn.ModuleList) and len(child) == count)
+    return next(lists, None)
 
 
 def keep_span(start: int, end: int) -> Punch:
@@ -76,12 +92,14 @@ def keep_span(start: int, end: int) -> Punch:
 
     def punch(model: PreTrainedModel) -> None:
         base, blocks = base_of(model), blocks_of(model)
-        for index in range(len(blocks)):
+        for index, block in enumerate(blocks):
             if not start <= index < end:
-                blocks[index] = PassThrough()
+                blocks[index] = PassThrough(block)
         for name, child in list(base.named_children()):
-            if name in _FINAL_NORMS or isinstance(child, nn.Embedding):
-                setattr(base, name, nn.Identity())
+            if isinstance(child, nn.Embedding):
+                setattr(base, name, NoPositions())
+            elif child is not blocks and any(True for _ in child.parameters()):
+                setattr(base, name, nn.Identity())  # a norm or a projection before the blocks, or after them
 
     return punch
 
@@ -91,8 +109,8 @@ def keep_ends(first_block: nn.Module) -> Punch:
 
     def punch(model: PreTrainedModel) -> None:
         blocks = blocks_of(model)
-        for index in range(len(blocks)):
-            blocks[index] = PassThrough() if index else first_block
+        for index, block in enumerate(blocks):
+            blocks[index] = PassThrough(block, None if index else first_block)
 
     return punch
 
@@ -111,6 +129,7 @@ def load_with_holes(
     :param attention: the name of a registered attention implementation
     """
     config = read_config(files)
+    family_of(config)  # some families must be prepared before they are built
     try:
         with _loading, torch.device("meta"):
             family: type[PreTrainedModel] = type(auto.from_config(config))
@@ -124,15 +143,64 @@ def load_with_holes(
     holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
         with _loading, _quiet_transformers():
-            model = holed.from_pretrained(
-                files.path, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True
+            model, report = holed.from_pretrained(
+                files.path,
+                config=config,
+                dtype=dtype,
+                attn_implementation=attention,
+                local_files_only=True,
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
+        if e.args == (attention,):
+            raise UnsupportedModel(
+                f"{files.name} cannot be served with transformers {transformers.__version__}: "
+                f"its attention is the family's own there"
+            ) from e
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
-    missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
+    missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
+    _learn_tuples(base_of(model), blocks_of(model))
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+class _Learned(Exception):
+    """Enough was seen of a call."""
+
+
+def _learn_tuples(base: Any, blocks: nn.ModuleList) -> None:
+    """Find out whether blocks return tuples in this family and release: the base model takes the first element then.
+
+    So the first block is made to return one, and the second looks what it gets.
+    """
+    ours = [block for block in blocks if isinstance(block, PassThrough)]
+    if not ours or len(blocks) < 2:
+        return
+
+    hidden = torch.zeros(1, 1, base.config.hidden_size, dtype=base.dtype)
+    ends = isinstance(base.get_input_embeddings(), nn.Embedding)
+    call = {"input_ids": torch.zeros(1, 1, dtype=torch.int64)} if ends else {"inputs_embeds": hidden}
+
+    def look(_: Any, args: Any, kwargs: Any) -> Any:
+        seen = args[0] if args else kwargs.get("hidden_states")
+        for block in ours:
+            block.tuples = isinstance(seen, torch.Tensor)
+        raise _Learned
+
+    real = blocks[0], blocks[1]
+    blocks[0], blocks[1] = PassThrough(real[0]), PassThrough(real[1])
+    blocks[0].register_forward_hook(lambda *_: (hidden,))
+    blocks[1].register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with contextlib.suppress(_Learned), torch.no_grad():
+            base(**call, use_cache=False)
+    except Exception as e:  # whatever a family's code may stumble over
+        raise UnsupportedModel(
+            f"{type(base).__name__} cannot be served: it does not run without its blocks: {e}"
+        ) from e
+    finally:
+        blocks[0], blocks[1] = real
 
 
 @contextlib.contextmanager

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lilliput.errors import ModelError
+from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.progress import Progress, silent
+from lilliput.models.refusal import refusal
 
 #: the demo model's canonical name, and the other names by which it is known (in lower case)
 DEMO = "SmolLM2-135M-Instruct"
@@ -55,6 +56,14 @@ class ModelFiles:
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         return read_config(self.path)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the model has. Raises `ModelError`."""
+        blocks = _first(_of_text(self.config()), *_BLOCKS)
+        if not isinstance(blocks, int):
+            raise ModelError(f"{self.path} does not say how many blocks {self.name} has")
+        return blocks
 
 
 def resolve(
@@ -126,7 +135,9 @@ def weight_files(folder: Path) -> list[str]:
 
 def check_folder(folder: Path, *, weights: bool = True) -> None:
     """Raise ModelError unless `folder` holds a model this program can serve."""
-    read_config(folder)
+    reason = refusal(read_config(folder))
+    if reason is not None:
+        raise UnsupportedModel(f"{_name_of(folder)} cannot be served: {reason}.")
     if not weights:
         return
     missing = [file for file in weight_files(folder) if not (folder / file).is_file()]
@@ -146,26 +157,39 @@ _NO_PICKLES = (
 )
 
 
+#: what configurations call the number of blocks
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model, if there are others beside it."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _first(config: dict[str, Any], *names: str, default: object = None) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), default)
+
+
 def fingerprint(config: dict[str, Any]) -> str:
     """A short digest of what in a config.json decides the shapes and the arithmetic of the blocks.
 
     Facts that a config leaves at their defaults count as if they were written, so a config that another transformers
     release saved again has the same fingerprint. Dtype, token ids and the like do not count.
     """
-    text = config.get("text_config")
-    c: dict[str, Any] = {**config, **text} if isinstance(text, dict) else config
+    c = _of_text(config)
 
     def first(*names: str, default: object = None) -> Any:
-        return next((c[name] for name in names if c.get(name) is not None), default)
+        return _first(c, *names, default=default)
 
-    hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head")
+    hidden, heads = first("hidden_size", "n_embd", "d_model"), first("num_attention_heads", "n_head", "n_heads")
     rope = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
     rope.setdefault("rope_theta", c.get("rope_theta"))
     rope.setdefault("rope_type", rope.pop("type", "default"))
     facts = {
         "type": c.get("model_type"),
         "hidden": hidden,
-        "blocks": first("num_hidden_layers", "n_layer", "num_layers"),
+        "blocks": first(*_BLOCKS),
         "heads": heads,
         "kv_heads": first("num_key_value_heads", default=heads),
         "head": first("head_dim", default=hidden // heads if hidden and heads else None),
@@ -229,6 +253,7 @@ def _from_hub(name: str, revision: str | None, token: str | None, weights: bool,
         folder = download(LIGHT_FILES)
         if not weights or not (folder / "config.json").exists():
             return folder
+        check_folder(folder, weights=False)
         progress(f"downloading {name}", 0, None)  # older releases of the client count files, not bytes
         folder = download(weight_files(folder))
         if not any((folder / file).exists() for file in weight_files(folder)):

@@ -6,142 +6,30 @@ rows without caches, differentiable, for training and scoring. Either runs any p
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
-from lilliput.errors import ModelError
+from lilliput.errors import UnsupportedModel
 from lilliput.models import attention
 from lilliput.models.attention import AttentionShape
-from lilliput.models.batch import PackedBatch
+from lilliput.models.batch import Chunk, PackedBatch
+from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, packed_prompt
+from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
 from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
 from lilliput.models.sources import ModelFiles
 
-ATTENTION = "lilliput_span"
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
 #: (Medians, since one enormous activation, which some models have, would drown all others.)
 _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
 #: trial inputs are small, so that what a block adds is not lost in rounding the sum
 _TRIAL_SCALE = 0.02
-
-Pools = dict[int, torch.Tensor]
-
-
-@dataclass
-class _Trial:
-    """A block's inputs and outputs in a trial run."""
-
-    hidden: torch.Tensor
-    rotary: Any
-    attended: torch.Tensor
-    output: Any
-
-
-@dataclass
-class _Call:
-    """What the attention function must know about the call in progress."""
-
-    start: int
-    end: int
-    batch: PackedBatch | None = None
-    pools: Pools = field(default_factory=dict)
-    mask: torch.Tensor | None = None
-    prompts: torch.Tensor | None = None
-    recorded: dict[int, AttentionShape] | None = None
-    attended: torch.Tensor | None = None
-    trials: dict[int, _Trial] | None = None
-
-
-# Not a keyword argument of the model's call: some families drop those on the way.
-_current: contextvars.ContextVar[_Call] = contextvars.ContextVar("lilliput_span_call")
-
-
-@contextlib.contextmanager
-def _calling(call: _Call) -> Iterator[_Call]:
-    token = _current.set(call)
-    try:
-        yield call
-    finally:
-        _current.reset(token)
-
-
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """[rows, heads, tokens, dim] -> [rows, tokens, heads, dim], as transformers' attention functions have it."""
-    call = _current.get()
-    index: int = module.layer_idx  # type: ignore[assignment]
-    shape = AttentionShape(
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        key_dim=key.shape[-1],
-        value_dim=value.shape[-1],
-        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    if call.recorded is not None:
-        call.recorded[index] = shape
-    if call.batch is None:
-        out = attention.dense(query, key, value, call.mask, shape)
-        call.attended = out
-        return out, None
-    pool = call.pools[index]
-    attention.write(pool, call.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attention.paged(query[0].transpose(0, 1), pool, call.batch, shape)[None], None
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The batch knows who attends to what; transformers need not build masks."""
-
-
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, _no_mask)
-
-
-class _SpanBlock(nn.Module):
-    """A family's block inside a span: skipped when the request leaves it out, given its deep prompts."""
-
-    def __init__(self, block: nn.Module, index: int) -> None:
-        super().__init__()
-        self.block, self.index = block, index
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        call = _current.get()
-        if not call.start <= self.index < call.end:
-            return hidden_states
-        if call.prompts is not None:
-            hidden_states = hidden_states + call.prompts[self.index - call.start]
-        if call.batch is not None and call.batch.prompts:
-            hidden_states = hidden_states + _packed_prompt(call.batch, self.index - call.start, hidden_states[0])
-        out = self.block(hidden_states, *args, **kwargs)
-        if call.trials is not None and call.attended is not None:
-            call.trials[self.index] = _Trial(hidden_states, kwargs.get("position_embeddings"), call.attended, out)
-        return out
-
-
-def _packed_prompt(batch: PackedBatch, block: int, like: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros_like(like)
-    for prompts in batch.prompts:
-        total[prompts.offset : prompts.offset + prompts.values.shape[1]] = prompts.values[block]
-    return total
+#: far above all rounding through many blocks, far below what it makes to mistake one row for another
+_PACKING_TOLERANCE = 0.25
 
 
 class Span:
@@ -158,8 +46,9 @@ class Span:
         self.config = self._base.config
         self.hidden_size: int = self.config.hidden_size
         blocks = blocks_of(model)
+        adapt(self._base, list(blocks)[start:end])
         for index in range(start, end):
-            blocks[index] = _SpanBlock(blocks[index], index)
+            blocks[index] = SpanBlock(blocks[index], index)
         self._fused: dict[int, FusedBlock] | None = None
         self.shapes: dict[int, AttentionShape] = {}
         self._try_out(blocks, fuse)
@@ -187,11 +76,11 @@ class Span:
     def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
         """Packed tokens through blocks `[start, end)`: [tokens, hidden] -> [tokens, hidden]."""
         if self._fused is None:
-            call = _Call(start, end, batch=batch, pools=pools)
+            call = Call(start, end, batch=batch, pools=pools)
             return self._through_family(hidden[None], batch.position_ids[None], call)[0]
         tables = self._tables(hidden[None], batch.position_ids[None], packed=True)
         for index in range(start, end):
-            prompt = _packed_prompt(batch, index - start, hidden) if batch.prompts else None
+            prompt = packed_prompt(batch, index - start, hidden) if batch.prompts else None
             hidden = self._fused[index].paged(hidden, tables, pools[index], batch, prompt)
         return hidden
 
@@ -215,7 +104,7 @@ class Span:
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1])[None].expand(hidden.shape[0], -1)
         if self._fused is None:
-            return self._through_family(hidden, position_ids, _Call(start, end, mask=mask, prompts=prompts))
+            return self._through_family(hidden, position_ids, Call(start, end, mask=mask, prompts=prompts))
         tables = self._tables(hidden, position_ids)
         for index in range(start, end):
             if prompts is not None:
@@ -223,10 +112,11 @@ class Span:
             hidden = self._fused[index].dense(hidden, tables, mask)
         return hidden
 
-    def _through_family(self, hidden: torch.Tensor, position_ids: torch.Tensor, call: _Call) -> torch.Tensor:
-        with _calling(call):
-            out = self._base(inputs_embeds=hidden, position_ids=position_ids, use_cache=False)
-        return out.last_hidden_state
+    def _through_family(self, hidden: torch.Tensor, position_ids: torch.Tensor, call: Call) -> torch.Tensor:
+        call.hidden = hidden
+        with calling(call):
+            self._base(inputs_embeds=hidden, position_ids=position_ids, use_cache=False)
+        return call.hidden
 
     def _tables(self, hidden: torch.Tensor, position_ids: torch.Tensor, packed: bool = False) -> Any:
         with torch.no_grad():
@@ -234,18 +124,21 @@ class Span:
             return rotary_tables(cos[0], sin[0]) if packed else rotary_tables(cos, sin)
 
     def _try_out(self, blocks: nn.ModuleList, fuse: bool) -> None:
-        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones on them."""
+        """Run a few tokens through the family's blocks: learn their attention's shape, try the fused ones on them.
+
+        Raises `UnsupportedModel` if the family means something that would be computed otherwise.
+        """
         generator = torch.Generator().manual_seed(0)
         hidden = (torch.randn(2, 5, self.hidden_size, generator=generator) * _TRIAL_SCALE).to(self.dtype)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
-        call = _Call(self.start, self.end, recorded=self.shapes, trials={})
+        call = Call(self.start, self.end, recorded=self.shapes, trials={})
         with torch.no_grad():
-            self._through_family(hidden, positions, call)
-            if set(self.shapes) != set(range(self.start, self.end)):
-                raise ModelError(
-                    f"{type(self._base).__name__} cannot be served: "
-                    "it does not reach its attention through transformers' attention interface"
-                )
+            try:
+                output = self._through_family(hidden, positions, call)
+                if set(self.shapes) != set(range(self.start, self.end)):
+                    raise UnsupportedModel("it does not reach its attention through transformers' attention interface")
+            except UnsupportedModel as e:
+                raise UnsupportedModel(f"{type(self._base).__name__} cannot be served: {e}") from None
             # `s_aux` is a parameter of the block itself: keep it as it is, without its history
             self.shapes = {
                 i: replace(s, sinks=s.sinks.detach() if s.sinks is not None else None) for i, s in self.shapes.items()
@@ -255,8 +148,28 @@ class Span:
         if self._fused is not None:
             for index in range(self.start, self.end):
                 blocks[index] = nn.Identity()  # the fused blocks have their own copies
+        self._check_packing(hidden, positions, output)
 
-    def _fuse(self, blocks: nn.ModuleList, call: _Call) -> dict[int, FusedBlock] | None:
+    def _check_packing(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
+        """Rows packed into one sequence must come out as side by side: only attention may know of neighbours."""
+        rows, tokens, _ = hidden.shape
+        pages = torch.arange(rows)[:, None]
+        batch = PackedBatch(
+            page_size=tokens,
+            position_ids=positions.reshape(-1),
+            slots=torch.arange(rows * tokens),
+            chunks=[Chunk(rows, tokens, 0, pages)],
+        )
+        got = self.paged(hidden.flatten(0, 1), batch, self.new_pools(rows, tokens), self.start, self.end)
+        error, size = (
+            (got.view_as(hidden) - expected).abs().float().median(),
+            (expected - hidden).abs().float().median(),
+        )
+        if not bool(error <= _PACKING_TOLERANCE * size):
+            name = type(self._base).__name__
+            raise UnsupportedModel(f"{name} cannot be served: its blocks know of a token's neighbours beside attention")
+
+    def _fuse(self, blocks: nn.ModuleList, call: Call) -> dict[int, FusedBlock] | None:
         """All blocks fused, or None if one of them computes something else."""
         fused: dict[int, FusedBlock] = {}
         activation = str(getattr(self.config, "hidden_act", ""))
@@ -270,7 +183,7 @@ class Span:
         return fused
 
 
-def _agrees(block: FusedBlock, trial: _Trial, tolerance: float) -> bool:
+def _agrees(block: FusedBlock, trial: Trial, tolerance: float) -> bool:
     rotary = trial.rotary
     if not (isinstance(rotary, tuple) and len(rotary) == 2 and isinstance(trial.output, torch.Tensor)):
         return False

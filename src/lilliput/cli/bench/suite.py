@@ -40,7 +40,7 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
         return not only or any(part in name for part in only)
 
     files = resolve(report.model)
-    blocks = int(files.config()["num_hidden_layers"])
+    blocks = files.blocks
     edges = [blocks * i // report.servers for i in range(report.servers + 1)]
     spans = list(itertools.pairwise(edges))
     with _started(files, spans, report) as (swarm, suite):
