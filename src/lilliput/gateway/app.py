@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +146,7 @@ def _add_errors(app: FastAPI) -> None:
 
 def _problem_of_validation(error: RequestValidationError) -> Problem:
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"][1:]]
-    param = ".".join(place) or None
+    param = _param(first["loc"][1:], error.body)
     if first["type"] == "json_invalid":
         return Problem("The request is not JSON.", code="invalid_json")
     if first["type"] == "extra_forbidden":
@@ -158,3 +157,16 @@ def _problem_of_validation(error: RequestValidationError) -> Problem:
         return Problem(f"{first['msg'].removeprefix('Value error, ')}.", param=param, code="invalid_value")
     where = f"Invalid value for {param!r}: " if param else ""
     return Problem(f"{where}{first['msg']}.", param=param, code="invalid_value")
+
+
+def _param(location: Sequence[str | int], body: Any) -> str | None:
+    """The place of an error in the request, without what pydantic adds to tell the kinds of a union apart."""
+    place: list[str] = []
+    for number, part in enumerate(location):
+        if isinstance(body, dict) and (part in body or number == len(location) - 1):
+            place.append(str(part))
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            place.append(str(part))
+            body = body[part]
+    return ".".join(place) or None

@@ -43,6 +43,7 @@ class Door:
                 _check_type(headers.get("content-type", ""))
             body = await _read(headers, receive)
         except Problem as problem:
+            problem.headers["Connection"] = "close"  # there may be more of the body, which nobody will read
             await refusal(problem)(scope, receive, send)
             return
         except _HungUp:

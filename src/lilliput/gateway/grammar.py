@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from lilliput.gateway.served_model import ServedModel
 
 #: small models like to write blanks without end
 _JSON_OPTIONS = {"whitespace_flexible": False}
+_helpers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
 
 class Grammars:
@@ -63,20 +65,26 @@ class Grammars:
 
 
 class Grammar:
-    """One answer's way through a grammar."""
+    """One answer's way through a grammar.
+
+    Some grammars take tens of milliseconds a token. What may come next is therefore computed as soon as the last token
+    is known, while its hidden states travel.
+    """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
+        self._next: Future[bytes] | None = None
 
     def copy(self) -> Grammar:
         """For another answer, from the beginning."""
         return Grammar(self._matcher.deep_copy())
 
     def allowed(self, vocabulary: int) -> torch.Tensor:
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask = self._matcher.compute_bitmask() if self._next is None else self._next.result()
+        bits = np.frombuffer(mask, dtype=np.uint8)
         if self._matcher.is_error():
             raise Problem("The grammar of this request became too complex.", code="grammar_too_complex")
-        flags = np.unpackbits(bits, bitorder="little", count=None)
+        flags = np.unpackbits(bits, bitorder="little")
         allowed = torch.zeros(vocabulary, dtype=torch.bool)
         count = min(vocabulary, len(flags))
         allowed[:count] = torch.from_numpy(flags[:count]).bool()
@@ -84,3 +92,4 @@ class Grammar:
 
     def advance(self, token: int) -> None:
         self._matcher.consume_token(token)
+        self._next = _helpers.submit(self._matcher.compute_bitmask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -61,6 +62,17 @@ class Request(Strict):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, data: Any) -> Any:
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a string holds half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise ValueError("the request is nested too deeply") from None
+        return data
 
     @model_validator(mode="after")
     def _options_of_streams(self) -> Request:

@@ -33,7 +33,7 @@ class CallReader:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = set(names)
-        self._text = ""
+        self._text = self._blanks = ""
         self._inside = self._called = False
 
     def take(self, text: str) -> tuple[str, list[Call]]:
@@ -70,9 +70,13 @@ class CallReader:
         return self._visible(OPEN + text if self._inside else text, []), []
 
     def _visible(self, text: str, calls: list[Call]) -> str:
-        """Between calls there are line ends that are no part of the answer."""
+        """Blanks between calls, and after the last, are no part of the answer."""
+        text, self._blanks = self._blanks + text, ""
         self._called = self._called or bool(calls)
-        return text if text.strip() or not self._called else ""
+        if self._called and not text.strip():
+            self._blanks = "" if calls else text
+            return ""
+        return text
 
     def _call(self, text: str) -> Call | None:
         try:
