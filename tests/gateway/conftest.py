@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import openai
 import pytest
+from gateways import KEYS, Gateway
 
 from lilliput.cli import process
 from lilliput.cli.local_swarm import LocalSwarm
@@ -20,8 +20,6 @@ from lilliput.cli.nursery import Nursery
 from lilliput.models.sources import DEMO, ModelFiles
 
 process.share_cores()  # torch is not loaded yet
-
-KEYS = ("first-key", "second-key")
 
 #: as templates with tools are, in short
 TOOL_TEMPLATE = (
@@ -31,18 +29,6 @@ TOOL_TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-@dataclass
-class Gateway:
-    """An API's process, and what it needs to be called."""
-
-    url: str
-    model: str
-    process: subprocess.Popen[bytes]
-
-    def client(self, key: str = KEYS[0]) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import KEYS, Gateway
+from gateways import KEYS, Gateway
 
 MODEL = "SmolLM2-135M-Instruct"
 #: more than half of what the servers' caches hold

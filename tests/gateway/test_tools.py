@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Gateway
+from gateways import Gateway
 
 from lilliput.gateway.tools import CallReader
 

@@ -53,6 +53,8 @@ def api(
     verbose: Verbose = 0,
 ) -> None:
     """Serve a model of a swarm over HTTP, as OpenAI's clients expect it, with a page to chat on."""
+    if not all(key.strip() for key in api_key or ()):
+        raise typer.BadParameter("an empty key would let everyone in", param_hint="--api-key")
     process.prepare()
     with contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(

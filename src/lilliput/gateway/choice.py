@@ -13,6 +13,9 @@ from lilliput.gateway.sampler import Constraint, Likelihood, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
 from lilliput.gateway.stops import Stops
 
+#: so many tokens of a prompt decide how the text after it begins
+_CONTEXT = 4
+
 
 @dataclass(frozen=True)
 class Order:
@@ -23,6 +26,7 @@ class Order:
     :param likelihoods: note those of the tokens, and of so many of the likeliest
     :param constraint: which tokens may come; no other answer's
     :param keep_special: special tokens are text, too: the model marks its calls of tools with them
+    :param continues: the answer is the same text as the prompt, not another's
     :param after: to be waited for. Answers to the same prompt wait for the first, and find its caches on the servers.
     :param begun: to be set when the prompt is computed
     """
@@ -35,6 +39,7 @@ class Order:
     likelihoods: int | None = None
     constraint: Constraint | None = None
     keep_special: bool = False
+    continues: bool = False
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
 
@@ -74,7 +79,8 @@ class Choice:
             await order.after.wait()
         sampler = Sampler(order.sampling, order.prompt, top=order.likelihoods, constraint=order.constraint)
         stops = Stops(order.stops)
-        detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special)
+        before = order.prompt[-_CONTEXT:] if order.continues else []
+        detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
         decoded = shown = 0
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)

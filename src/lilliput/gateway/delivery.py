@@ -22,6 +22,10 @@ _EVENTS = [
 ]
 
 
+class _Gone(Exception):
+    """Nobody reads any more."""
+
+
 def dumped(content: Any) -> bytes:
     """JSON in UTF-8, whatever may stand in a text."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
@@ -74,8 +78,8 @@ class Events(Response):
                         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
                     await _event(send, dumped(chunk))
                 await _event(send, b"[DONE]")
-            except (TimeoutError, OSError):
-                raise  # nobody reads
+            except _Gone:
+                raise
             except Exception as e:
                 problem = problem_of(e)
                 if not begun:
@@ -87,8 +91,11 @@ class Events(Response):
 
 async def _event(send: Send, data: bytes) -> None:
     message: Message = {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
-    async with asyncio.timeout(_STALLED_SECONDS):
-        await send(message)
+    try:
+        async with asyncio.timeout(_STALLED_SECONDS):
+            await send(message)
+    except (TimeoutError, OSError) as e:
+        raise _Gone from e
 
 
 async def _while_connected(work: Awaitable[None], receive: Receive) -> None:

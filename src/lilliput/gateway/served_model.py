@@ -32,10 +32,11 @@ class ServedModel:
         self.vocabulary = Vocabulary(tokenizer)
         self.size = int(model.config.get_text_config().vocab_size)
         config = model.generation_config
+        #: what the model's makers have chosen, not what transformers does where they say nothing
         self.defaults: dict[str, Any] = {
             name: value
-            for name in ("temperature", "top_p", "top_k", "repetition_penalty")
-            if (value := getattr(config, name, None)) is not None
+            for name, value in config.to_diff_dict().items()
+            if name in ("temperature", "top_p", "top_k", "repetition_penalty") and value is not None
         }
         ends = config.eos_token_id
         self.end_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}

@@ -77,7 +77,7 @@ class Service:
             most = self._most_tokens(
                 prompt, request.max_tokens or _COMPLETION_TOKENS, limit, sure=bool(request.max_tokens)
             )
-            orders.append(Order(prompt, most, True, sampling, request.stops, request.logprobs))
+            orders.append(Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True))
         openings = [self._text_of(p) if request.echo else "" for p in request.prompts for _ in range(request.n)]
         reply = TextReply(
             self.model.name,
