@@ -68,7 +68,7 @@ def test_markdown_lets_no_html_in(page: Any) -> None:
     text = "# A <b>title</b>\n\nSome **bold** `a<b` [x](javascript:alert(1)) [y](https://e.org/)\n"
     text += "- 1\n- 2\n\n```js\n<i>\n```"
     html = page.evaluate("(text) => make('div', {}, ...markdown(text)).innerHTML", text)
-    assert "<h1>A &lt;b&gt;title&lt;/b&gt;</h1>" in html
+    assert "<h2>A &lt;b&gt;title&lt;/b&gt;</h2>" in html
     assert "<strong>bold</strong>" in html
     assert "<code>a&lt;b</code>" in html
     assert "[x](javascript:alert(1))" in html
