@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
 
 _POLL_SECONDS = 0.1
+_PACKAGES = ("fastapi", "uvicorn")
 #: a request waits so long in the queues of full servers
 _QUEUE_SECONDS = 60.0
 
@@ -55,6 +57,8 @@ def api(
     """Serve a model of a swarm over HTTP, as OpenAI's clients expect it, with a page to chat on."""
     if not all(key.strip() for key in api_key or ()):
         raise typer.BadParameter("an empty key would let everyone in", param_hint="--api-key")
+    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+        raise LilliputError(f"`lilliput api` needs {' and '.join(missing)}: pip install 'lilliput[api]'")
     process.prepare()
     with contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(
@@ -62,11 +66,8 @@ def api(
                 model, initial_peers, dtype=dtype, revision=revision, token=token, queue=_QUEUE_SECONDS, notice=remark
             )
         )
-        try:
-            from lilliput.gateway.app import make_app
-            from lilliput.gateway.http_server import HttpServer
-        except ImportError as e:
-            raise LilliputError(f"the HTTP API needs more packages ({e}): pip install 'lilliput[api]'") from e
+        from lilliput.gateway.app import make_app
+        from lilliput.gateway.http_server import HttpServer
         from lilliput.gateway.places import Places
         from lilliput.gateway.served_model import ServedModel
         from lilliput.gateway.service import Service
