@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 MODEL = "SmolLM2-135M-Instruct"
-EXAMPLES = 25
+EXAMPLES = 12
 
 
 @pytest.fixture(scope="module")
