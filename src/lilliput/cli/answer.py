@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-#: what a tokenizer makes of a character of which only some bytes are there
-_INCOMPLETE = "\ufffd"
+from lilliput.client.detokenizer import Detokenizer
 
 
 class Answer:
@@ -17,12 +16,9 @@ class Answer:
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
-        self.tokens: list[int] = []
         #: all that was written
         self.text = ""
-        self._tokenizer, self._write = tokenizer, write
-        # tokens up to `_written` were written; decoding starts at `_anchor`: a token's text depends on the one before
-        self._anchor = self._written = 0
+        self._detokenizer, self._write = Detokenizer(tokenizer), write
         self._prompt_came = False
         self._began = self._first_at = self._last_at = time.perf_counter()
 
@@ -44,15 +40,14 @@ class Answer:
         self._last_at = time.perf_counter()
         if not self.tokens:
             self._first_at = self._last_at
-        self.tokens += tokens
-        text = self._decode(self._anchor)
-        if text.endswith(_INCOMPLETE):
-            return
-        piece = text[len(self._decode(self._anchor, self._written)) :]
-        self._anchor, self._written = self._written, len(self.tokens)
-        if piece:
+        if piece := self._detokenizer.take(tokens):
             self.text += piece
             self._write(piece)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that came."""
+        return self._detokenizer.tokens
 
     # -- how fast it came
 
@@ -73,8 +68,3 @@ class Answer:
             return "no tokens"
         count = "1 token" if len(self.tokens) == 1 else f"{len(self.tokens)} tokens"
         return f"{count}, {self.tokens_per_second:.1f} tokens/s, the first after {self.seconds_to_first:.2f} s"
-
-    def _decode(self, start: int, end: int | None = None) -> str:
-        return self._tokenizer.decode(
-            self.tokens[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )

@@ -12,6 +12,7 @@ from lilliput.errors import BadRequest, ModelError
 if TYPE_CHECKING:
     from lilliput.client.route import Hop
     from lilliput.client.session import InferenceSession
+    from lilliput.swarm.loop import LoopThread
 
 #: a chat or a text waits so long in the queues of full servers (seconds)
 _QUEUE_SECONDS = 600.0
@@ -40,6 +41,16 @@ class LanguageModel:
         self.name, self.tokenizer = name, tokenizer
         self._model, self._shared, self._notice = model, shared, notice
 
+    @property
+    def distributed(self) -> Any:
+        """Hugging Face's model, whose blocks are in the swarm."""
+        return self._model
+
+    @property
+    def loop(self) -> LoopThread:
+        """Where the connection lives."""
+        return self._shared.loop  # type: ignore[no-any-return]
+
     @classmethod
     def open(
         cls,
@@ -49,9 +60,13 @@ class LanguageModel:
         dtype: str | None = None,
         revision: str | None = None,
         token: str | None = None,
+        queue: float = _QUEUE_SECONDS,
         notice: Callable[[str], None],
     ) -> LanguageModel:
-        """Join the swarm and load the ends of a model. Raises what `from_pretrained` does."""
+        """Join the swarm and load the ends of a model. Raises what `from_pretrained` does.
+
+        :param queue: seconds to wait in the queues of full servers
+        """
         if not initial_peers:
             raise BadRequest(NO_PEERS)
         with process.ending_at_once():
@@ -72,7 +87,7 @@ class LanguageModel:
                     str(files.path),
                     initial_peers=initial_peers,
                     dtype=dtype,
-                    patience=Patience(queue=_QUEUE_SECONDS),
+                    patience=Patience(queue=queue),
                 )
             try:
                 tokenizer = AutoTokenizer.from_pretrained(files.path)

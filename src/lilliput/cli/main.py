@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import bench, chat, demo, drain, fetch, generate, logs, serve, status
+from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, serve, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -86,6 +86,7 @@ for _command in (
     demo.demo,
     serve.serve,
     chat.chat,
+    api.api,
     generate.generate,
     status.status,
     drain.drain,

@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import torch
 
 from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.client.remote import RemoteModel
 from lilliput.errors import BadRequest
 
 T = TypeVar("T")
 
-#: picks the next token's id from the ids so far, int64 [1, n], and the logits, float32 [1, vocabulary]
-Sampler = Callable[[torch.Tensor, torch.Tensor], int]
+#: picks the next token's id from the ids so far and the logits, float32 [vocabulary], which it may overwrite
+Sampler = Callable[[Sequence[int], torch.Tensor], int]
 
 _CYCLE_WEIGHT = 0.2
 
@@ -74,6 +75,11 @@ class Decoder:
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
         self._thread.start()
 
+    @property
+    def remote(self) -> RemoteModel:
+        """Where the model's blocks are: for sessions to give to `stream`."""
+        return self._model._remote_model  # type: ignore[no-any-return]
+
     def close(self) -> None:
         """End the thread. Streams must have ended."""
         with self._arrived:
@@ -105,8 +111,7 @@ class Decoder:
             raise BadRequest("an empty prompt; begin with the model's first token")
         own = session is None
         if session is None:
-            remote = self._model._remote_model
-            session = AsyncInferenceSession(remote, max_length=len(input_ids) + max_new_tokens, bid=bid)
+            session = AsyncInferenceSession(self.remote, max_length=len(input_ids) + max_new_tokens, bid=bid)
         key = id(session)
         try:
             ids = list(input_ids)
@@ -157,9 +162,11 @@ class Decoder:
                     now=time.monotonic(),
                 ):
                     self._arrived.wait(seconds)
-                wave, self._due = self._due, []
+                wave, self._due = [due for due in self._due if not due.future.done()], []
+            if not wave:  # nobody waits any more
+                continue
             try:
-                results: list[Any] = self._compute(wave)
+                results = self._compute(wave)
             except Exception as e:
                 results = [e] * len(wave)
             for loop in {due.loop for due in wave}:
@@ -167,16 +174,20 @@ class Decoder:
                 loop.call_soon_threadsafe(_resolve, mine)
 
     @torch.inference_mode()
-    def _compute(self, wave: list[_Due]) -> list[tuple[int, torch.Tensor]]:
+    def _compute(self, wave: list[_Due]) -> list[tuple[int, torch.Tensor] | Exception]:
         hidden = torch.cat([due.hidden for due in wave])
         with self._model._gate.answering(lambda _: hidden):
             logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
         tokens = logits.argmax(-1)
+        failed: dict[int, Exception] = {}  # one stream's sampler is no concern of the others
         for row, due in enumerate(wave):
             if due.sampler is not None:
-                tokens[row] = due.sampler(torch.tensor([due.ids]), logits[row : row + 1].float())
-        embedded = self._embed(tokens[:, None])
-        return list(zip(tokens.tolist(), embedded.split(1), strict=True))
+                try:
+                    tokens[row] = due.sampler(due.ids, logits[row].float())
+                except Exception as e:
+                    failed[row] = e
+        embedded = self._embed(tokens[:, None]).split(1)
+        return [failed.get(row) or result for row, result in enumerate(zip(tokens.tolist(), embedded, strict=True))]
 
     @torch.inference_mode()
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""HTTP: an API as OpenAI's clients expect it, and a page to chat on."""

@@ -1,0 +1,172 @@
+"""The HTTP application: paths, and errors in the API's shape."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from lilliput.errors import LilliputError
+from lilliput.gateway.delivery import Events, Json, Whole, refusal
+from lilliput.gateway.door import Door
+from lilliput.gateway.problems import Problem, problem_of
+from lilliput.gateway.requests import ChatRequest, CompletionRequest
+from lilliput.gateway.service import Job, Service
+
+_PAGE = Path(__file__).with_name("page.html")
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What every request gets that fails."""
+
+    error: ErrorDetails
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503)
+}
+_EVENTS: dict[str, Any] = {"description": "The answer; with `stream`, as server-sent events", "content": {
+    "application/json": {}, "text/event-stream": {}}}  # fmt: skip
+
+
+def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
+    """The application.
+
+    :param keys: of which requests to /v1 must bring one; if there are none, everyone may ask
+    """
+    app = FastAPI(title="Lilliput", description="A model in a swarm, as OpenAI's clients expect it", docs_url=None,
+                  redoc_url=None, default_response_class=Json)  # fmt: skip
+    _add_api(app, service)
+    _add_pages(app, service)
+    _add_errors(app)
+    return Door(app, keys)
+
+
+def _add_api(app: FastAPI, service: Service) -> None:
+    model = service.model
+    described = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lilliput"}
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def one_model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return described
+
+    @app.post("/v1/chat/completions", responses={200: _EVENTS, **_ERRORS})
+    async def chat(request: ChatRequest) -> Response:
+        return _delivered(await service.chat(request), stream=request.stream)
+
+    @app.post("/v1/completions", responses={200: _EVENTS, **_ERRORS})
+    async def complete(request: CompletionRequest) -> Response:
+        return _delivered(await service.completion(request), stream=request.stream)
+
+
+def _delivered(job: Job, *, stream: bool) -> Response:
+    return Events(job.chunks()) if stream else Whole(job.whole())
+
+
+def _add_pages(app: FastAPI, service: Service) -> None:
+    page = _PAGE.read_text(encoding="utf-8")
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script[1].encode() if script else b"").digest()).decode()
+    headers = {
+        "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
+        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> Response:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """This process is there."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses={503: {"model": ErrorBody}})
+    async def ready() -> dict[str, Any]:
+        """The swarm can answer: every block of the model has a server."""
+        return {"status": "ready", "model": service.model.name, "max_length": await service.model.max_length()}
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def refuse(_: HttpRequest, error: Exception) -> Response:
+        return refusal(problem_of(error))
+
+    async def refuse_invalid(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return refusal(_problem_of_validation(error))
+
+    async def refuse_http(_: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
+        return refusal(Problem(f"{error.detail}.", status=error.status_code, code=code, headers=error.headers))
+
+    app.add_exception_handler(RequestValidationError, refuse_invalid)
+    app.add_exception_handler(HTTPException, refuse_http)
+    for kind in (Problem, LilliputError, Exception):
+        app.add_exception_handler(kind, refuse)
+
+    usual = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        """Without the status 422, which is never sent: OpenAI's is 400."""
+        description = usual()
+        for path in description["paths"].values():
+            for operation in path.values():
+                operation.get("responses", {}).pop("422", None)
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _problem_of_validation(error: RequestValidationError) -> Problem:
+    first = error.errors()[0]
+    param = _param(first["loc"][1:], error.body)
+    if first["type"] == "json_invalid":
+        return Problem("The request is not JSON.", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        return Problem(
+            f"This server does not support the parameter {param!r}.", param=param, code="unsupported_parameter"
+        )
+    if first["type"] == "value_error":  # our own words
+        return Problem(f"{first['msg'].removeprefix('Value error, ')}.", param=param, code="invalid_value")
+    where = f"Invalid value for {param!r}: " if param else ""
+    return Problem(f"{where}{first['msg']}.", param=param, code="invalid_value")
+
+
+def _param(location: Sequence[str | int], body: Any) -> str | None:
+    """The place of an error in the request, without what pydantic adds to tell the kinds of a union apart."""
+    place: list[str] = []
+    for number, part in enumerate(location):
+        if isinstance(body, dict) and (part in body or number == len(location) - 1):
+            place.append(str(part))
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            place.append(str(part))
+            body = body[part]
+    return ".".join(place) or None

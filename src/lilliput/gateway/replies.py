@@ -1,0 +1,196 @@
+"""Answers in the shapes of the API: whole, or chunk by chunk."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lilliput.gateway.choice import Choice, Piece, Token
+from lilliput.gateway.tools import Call, CallReader
+from lilliput.gateway.vocabulary import Vocabulary
+
+#: JSON has no infinity; this is what OpenAI says instead
+_IMPOSSIBLE = -9999.0
+
+
+def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+    """Counts of tokens. A prompt counts once, however many answers it has."""
+    prompt, answer = sum(map(len, prompts)), sum(choice.tokens for choice in choices)
+    cached = sum(choice.cached for choice in choices[:: max(1, len(choices) // len(prompts))])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Reply:
+    """The common part. Give it the pieces as they come."""
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, model: str, vocabulary: Vocabulary, *, likelihoods: bool) -> None:
+        self._vocabulary, self._likelihoods = vocabulary, likelihoods
+        self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+
+    def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
+        """What to stream of a piece of answer `number`: choices, each for a chunk of its own."""
+        raise NotImplementedError
+
+    def choices(self) -> list[dict[str, Any]]:
+        """The whole answers."""
+        raise NotImplementedError
+
+    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_kind, "choices": choices, **more}
+
+    def whole(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": self.kind, "choices": self.choices(), "usage": counts}
+
+
+@dataclass
+class _Text:
+    text: str
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+
+
+class TextReply(Reply):
+    """Of `/v1/completions`.
+
+    :param openings: for each answer what stands before it: the prompt, if it is to be echoed
+    """
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl-"
+
+    def __init__(self, model: str, vocabulary: Vocabulary, *, likelihoods: bool, openings: Sequence[str]) -> None:
+        super().__init__(model, vocabulary, likelihoods=likelihoods)
+        self._answers = [_Text(opening) for opening in openings]
+        self._openings: list[str] = list(openings)
+
+    def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
+        answer = self._answers[number]
+        answer.text += piece.text
+        answer.tokens += piece.tokens
+        answer.finish = piece.finish
+        text, self._openings[number] = self._openings[number] + piece.text, ""
+        if not text and piece.finish is None:
+            return []
+        return [self._choice(number, text, piece.tokens, piece.finish)]
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [self._choice(n, answer.text, answer.tokens, answer.finish) for n, answer in enumerate(self._answers)]
+
+    def _choice(self, number: int, text: str, tokens: list[Token], finish: str | None) -> dict[str, Any]:
+        likely = self._of(tokens) if self._likelihoods else None
+        return {"index": number, "text": text, "logprobs": likely, "finish_reason": finish}
+
+    def _of(self, tokens: list[Token]) -> dict[str, Any]:
+        text_of = self._vocabulary.text_of
+        return {
+            "tokens": [text_of(token.id) for token in tokens],
+            "token_logprobs": [_finite(token.likelihood.logprob) for token in tokens],
+            "top_logprobs": [{text_of(id): _finite(value) for id, value in token.likelihood.top} for token in tokens],
+            "text_offset": [token.offset for token in tokens],
+        }
+
+
+@dataclass
+class _Message:
+    reader: CallReader | None
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+    begun: bool = False
+
+
+class ChatReply(Reply):
+    """Of `/v1/chat/completions`.
+
+    :param tools: names of those that may be called
+    """
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, *, likelihoods: bool, answers: int, tools: Sequence[str] = ()
+    ) -> None:
+        super().__init__(model, vocabulary, likelihoods=likelihoods)
+        self._messages = [_Message(CallReader(tools) if tools else None) for _ in range(answers)]
+
+    def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
+        message = self._messages[number]
+        text: str = piece.text
+        calls: list[Call] = []
+        if message.reader is not None:
+            text, calls = message.reader.take(text)
+            if piece.finish is not None:
+                last, more = message.reader.rest()
+                text, calls = text + last, calls + more
+        message.text += text
+        message.tokens += piece.tokens
+        deltas: list[dict[str, Any]] = []
+        if text or piece.tokens:
+            deltas.append({"content": text})
+        for call in calls:
+            deltas.append({"tool_calls": [{"index": len(message.calls), **_called(call)}]})
+            message.calls.append(call)
+        if piece.finish is not None:
+            message.finish = "tool_calls" if message.calls and piece.finish == "stop" else piece.finish
+        return self._chunks(number, message, deltas, piece.tokens, ended=piece.finish is not None)
+
+    def _chunks(
+        self, number: int, message: _Message, deltas: list[dict[str, Any]], tokens: list[Token], *, ended: bool
+    ) -> list[dict[str, Any]]:
+        if not message.begun:
+            message.begun = True
+            deltas = [{"role": "assistant", "content": ""}, *deltas]
+        chunks: list[dict[str, Any]] = [
+            {"index": number, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas
+        ]
+        if self._likelihoods and tokens:
+            for chunk in chunks:
+                if chunk["delta"].get("content") is not None and "role" not in chunk["delta"]:
+                    chunk["logprobs"] = self._of(tokens)
+        if ended:
+            chunks.append({"index": number, "delta": {}, "logprobs": None, "finish_reason": message.finish})
+        return chunks
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [self._choice(number, message) for number, message in enumerate(self._messages)]
+
+    def _choice(self, number: int, message: _Message) -> dict[str, Any]:
+        said: dict[str, Any] = {"role": "assistant", "content": message.text, "refusal": None}
+        if message.calls:
+            said["content"] = message.text or None
+            said["tool_calls"] = [_called(call) for call in message.calls]
+        likely = self._of(message.tokens) if self._likelihoods else None
+        return {"index": number, "message": said, "logprobs": likely, "finish_reason": message.finish}
+
+    def _of(self, tokens: list[Token]) -> dict[str, Any]:
+        content = [
+            {
+                **self._token(token.id, token.likelihood.logprob),
+                "top_logprobs": [self._token(id, value) for id, value in token.likelihood.top],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, id: int, logprob: float) -> dict[str, Any]:
+        written = self._vocabulary.bytes_of(id)
+        return {"token": written.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(written)}
+
+
+def _called(call: Call) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _IMPOSSIBLE)

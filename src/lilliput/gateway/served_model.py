@@ -1,0 +1,101 @@
+"""The model that the gateway serves: its tokenizer, its limits, and the decoder for all streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.client.decoder import Decoder
+from lilliput.gateway.problems import Problem
+from lilliput.gateway.vocabulary import Vocabulary
+
+#: an answer without a limit begins with a promise of so many tokens, and asks the servers for more as it grows
+_FIRST_PROMISE = 256
+
+
+class ServedModel:
+    """One model of a swarm.
+
+    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`, for the gateway alone
+    :param tokenizer: Hugging Face's
+    :param aliases: other names under which requests may name it
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, *, aliases: Sequence[str] = ()) -> None:
+        self.name, self.names = name, {name, *aliases}
+        self.created = int(time.time())
+        self.tokenizer = tokenizer
+        self.decoder = Decoder(model)
+        self.vocabulary = Vocabulary(tokenizer)
+        self.size = int(model.config.get_text_config().vocab_size)
+        config = model.generation_config
+        #: what the model's makers have chosen, not what transformers does where they say nothing
+        self.defaults: dict[str, Any] = {
+            name: value
+            for name, value in config.to_diff_dict().items()
+            if name in ("temperature", "top_p", "top_k", "repetition_penalty") and value is not None
+        }
+        ends = config.eos_token_id
+        self.end_ids = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+        self.template: str = _template_of(tokenizer)
+        self._made_for = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        self._tokenizing = threading.Lock()
+        self._longest_token = max(len(text.encode()) for text in tokenizer.get_vocab())
+
+    def close(self) -> None:
+        self.decoder.close()
+
+    async def max_length(self) -> int:
+        """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`."""
+        remote = self.decoder.remote
+        chain = await remote.chain(0, remote.blocks)
+        return min([self._made_for, *(hop.record.max_length for hop in chain if hop.record.max_length)])
+
+    def session(self, prompt_tokens: int, answer_tokens: int, *, sure: bool) -> AsyncInferenceSession:
+        """A new session. If `sure`, servers promise the whole answer's cache at once; else it may run out later."""
+        promised = answer_tokens if sure else min(answer_tokens, _FIRST_PROMISE)
+        return AsyncInferenceSession(self.decoder.remote, max_length=prompt_tokens + promised, extend=not sure)
+
+    # ---- from texts to tokens; these take time, call them in a thread
+
+    def encode(self, text: str, *, limit: int, special: bool = True) -> list[int]:
+        """A text's tokens. Raises `Problem` if they are more than `limit`, early if there can be no doubt."""
+        at_least = len(text.encode()) // self._longest_token
+        if at_least > limit:
+            raise too_long(limit, f"at least {at_least}")
+        with self._tokenizing:
+            ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, limit: int
+    ) -> list[int]:
+        """The tokens of a conversation as the model was taught to read it, up to where its answer begins."""
+        if not self.template:
+            raise Problem(f"{self.name} has no chat template: it was not made to talk. Use /v1/completions.")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        except Exception as e:  # a template is a program of the model's makers
+            said = " ".join(str(e).split())[:200]
+            raise Problem(
+                f"The chat template of {self.name} does not take these messages: {said}", param="messages"
+            ) from e
+        return self.encode(text, limit=limit, special=False)
+
+
+def too_long(limit: int, prompt: int | str, answer: int | None = None) -> Problem:
+    """The error for more tokens than the model takes, in the words that clients look for."""
+    asked = f"your request has {prompt} tokens of prompt" + (f" and asks for {answer} more" if answer else "")
+    return Problem(
+        f"This model's maximum context length is {limit} tokens, but {asked}.", code="context_length_exceeded"
+    )
+
+
+def _template_of(tokenizer: Any) -> str:
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):  # some have one for each purpose
+        template = template.get("tool_use") or template.get("default")
+    return template or ""

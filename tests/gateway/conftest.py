@@ -1,0 +1,83 @@
+"""Real `lilliput api` processes before a swarm with the demo's real model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from gateways import KEYS, Gateway
+
+from lilliput.cli import process
+from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.cli.nursery import Nursery
+from lilliput.models.sources import DEMO, ModelFiles
+
+process.share_cores()  # torch is not loaded yet
+
+#: as templates with tools are, in short
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nCall one of these with <tool_call>{...}</tool_call>:\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def swarm(demo_model: ModelFiles) -> Iterator[LocalSwarm]:
+    """Two servers with all blocks, exact enough to compare with. Their caches hold one very long session, not two."""
+    with Nursery() as nursery:
+        options = ["--dtype", "float32", "--cache-tokens", "12288"]
+        with LocalSwarm("smollm2", [(0, 15), (15, 30)], options=options, nursery=nursery) as swarm:
+            yield swarm
+
+
+@pytest.fixture(scope="session")
+def start(swarm: LocalSwarm) -> Iterator[Callable[..., Gateway]]:
+    """Starts a gateway with more options."""
+    with contextlib.ExitStack() as ending:
+
+        def start(model: str, *options: str) -> Gateway:
+            command = [sys.executable, "-m", "lilliput.cli", "api", model, "--port", "0", "--json", *options]
+            environment = {**os.environ, "LILLIPUT_PEERS": swarm.initial_peers[0], "HF_HUB_OFFLINE": "1"}
+            process = ending.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
+            ending.callback(process.terminate)
+            assert process.stdout is not None
+            facts = json.loads(process.stdout.readline())
+            return Gateway(facts["url"], facts["model"], process)
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def gateway(start: Callable[..., Gateway]) -> Gateway:
+    """One that everyone may use."""
+    return start("smollm2", "--dtype", "float32")
+
+
+@pytest.fixture(scope="session")
+def guarded(start: Callable[..., Gateway], demo_model: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Gateway:
+    """One with keys, that answers one request at a time and lets one wait. Its chat template knows tools."""
+    folder = tmp_path_factory.mktemp("models") / DEMO
+    folder.mkdir()
+    for file in Path(demo_model.path).iterdir():
+        (folder / file.name).symlink_to(file)
+    settings = folder / "tokenizer_config.json"
+    content = json.loads(settings.read_text()) | {"chat_template": TOOL_TEMPLATE}
+    settings.unlink()
+    settings.write_text(json.dumps(content))
+    keys = [part for key in KEYS for part in ("--api-key", key)]
+    return start(str(folder), *keys, "--max-requests", "1", "--max-waiting", "1")
+
+
+@pytest.fixture(scope="session")
+def client(gateway: Gateway) -> openai.OpenAI:
+    return gateway.client()

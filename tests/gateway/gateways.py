@@ -1,0 +1,22 @@
+"""How the tests reach an API's process."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+
+import openai
+
+KEYS = ("first-key", "second-key")
+
+
+@dataclass
+class Gateway:
+    """An API's process, and what it needs to be called."""
+
+    url: str
+    model: str
+    process: subprocess.Popen[bytes]
+
+    def client(self, key: str = KEYS[0]) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)

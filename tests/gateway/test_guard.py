@@ -1,0 +1,95 @@
+"""Keys, limits, and clients that hang up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from gateways import KEYS, Gateway
+
+MODEL = "SmolLM2-135M-Instruct"
+#: more than half of what the servers' caches hold
+LONG = 7000
+
+
+@pytest.fixture
+def client(guarded: Gateway) -> openai.OpenAI:
+    return guarded.client()
+
+
+def begin(client: openai.OpenAI, max_tokens: int = LONG) -> Any:
+    """A stream that has begun and would run for minutes."""
+    stream = client.completions.create(
+        model=MODEL, prompt="Count: 1, 2, 3,", max_tokens=max_tokens, stream=True, logit_bias={"2": -100}
+    )
+    next(iter(stream))
+    return stream
+
+
+def brief(client: openai.OpenAI) -> Any:
+    return client.with_options(timeout=60).completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+
+
+def test_keys(guarded: Gateway) -> None:
+    for key in KEYS:
+        assert guarded.client(key).models.list().data[0].id == MODEL
+    for key in ("wrong", KEYS[0] + "x", KEYS[0][:-1]):
+        answer = httpx.get(f"{guarded.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("wrong").completions.create(model=MODEL, prompt="Hi")
+    assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{guarded.url}/ready").json()["max_length"] == 8192
+
+
+def test_who_hangs_up_makes_room_at_once(client: openai.OpenAI) -> None:
+    for _ in range(3):
+        stream = begin(client)
+        stream.close()
+    began = time.monotonic()
+    begin(client).close()  # neither the gateway nor the servers have room for two
+    assert time.monotonic() - began < 5
+
+
+def test_some_wait_and_others_are_refused(client: openai.OpenAI) -> None:
+    first = begin(client)
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(brief(client)))
+    waiting.start()
+    time.sleep(0.5)
+    began = time.monotonic()
+    with pytest.raises(openai.RateLimitError) as refused:
+        brief(client)
+    assert time.monotonic() - began < 1
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert refused.value.code == "rate_limit_exceeded"
+    assert not answers
+    first.close()
+    waiting.join(30)
+    assert answers[0].usage.completion_tokens == 1
+
+
+def test_who_waits_may_hang_up_too(client: openai.OpenAI) -> None:
+    first = begin(client)
+    with pytest.raises(openai.APITimeoutError):
+        client.with_options(timeout=0.5).completions.create(model=MODEL, prompt="Hi", max_tokens=1)
+    waiting = threading.Thread(target=brief, args=(client,))
+    waiting.start()
+    time.sleep(0.5)
+    assert waiting.is_alive()
+    first.close()
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_full_swarm_is_no_mystery(guarded: Gateway, gateway: Gateway) -> None:
+    first = begin(guarded.client())
+    try:
+        with pytest.raises(openai.APITimeoutError):  # it waits in the servers' queues
+            gateway.client().with_options(timeout=1).completions.create(model=MODEL, prompt="Hi", max_tokens=LONG)
+    finally:
+        first.close()

@@ -1,0 +1,88 @@
+"""The chat page in a real browser, where there is one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from gateways import KEYS, Gateway
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, gateway: Gateway) -> Iterator[Any]:
+    """On a phone."""
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    page.complaints, page.strangers = [], []
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
+    page.on("request", lambda r: None if r.url.startswith(gateway.url) else page.strangers.append(r.url))
+    page.goto(gateway.url)
+    yield page
+    assert (page.complaints, [url for url in page.strangers if not url.startswith("data:")]) == ([], [])
+    page.close()
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_a_talk(page: Any) -> None:
+    page.get_by_text("SmolLM2-135M-Instruct").wait_for()
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_role("button", name="Done").click()
+    ask(page, "What is the capital of France?")
+    page.get_by_text("The capital of France is Paris.").wait_for()
+    page.get_by_text("tokens/s").wait_for()
+    page.reload()  # it remembers
+    page.get_by_text("The capital of France is Paris.").wait_for()
+    page.get_by_role("button", name="Retry").click()
+    page.get_by_text("tokens/s").wait_for()
+
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "What is the capital of France?"
+    ask(page, "Tell me a very long story about <img src=x onerror=alert(1)> a cat.")
+    page.locator(".assistant .body", has_text=" ").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Send").wait_for()
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_markdown_lets_no_html_in(page: Any) -> None:
+    text = "# A <b>title</b>\n\nSome **bold** `a<b` [x](javascript:alert(1)) [y](https://e.org/)\n"
+    text += "- 1\n- 2\n\n```js\n<i>\n```"
+    html = page.evaluate("(text) => make('div', {}, ...markdown(text)).innerHTML", text)
+    assert "<h2>A &lt;b&gt;title&lt;/b&gt;</h2>" in html
+    assert "<strong>bold</strong>" in html
+    assert "<code>a&lt;b</code>" in html
+    assert "[x](javascript:alert(1))" in html
+    assert 'href="https://e.org/"' in html
+    assert "<ul><li>1</li><li>2</li></ul>" in html
+    assert "<pre><code>&lt;i&gt;</code>" in html
+
+
+def test_a_key_is_asked_for(browser: Any, guarded: Gateway) -> None:
+    page = browser.new_page(color_scheme="dark")
+    page.goto(guarded.url)
+    page.get_by_text("Give an API key").wait_for()
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("API key").fill(KEYS[1])
+    page.keyboard.press("Escape")
+    page.get_by_text("SmolLM2-135M-Instruct").wait_for()
+    page.close()
