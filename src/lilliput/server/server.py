@@ -32,11 +32,13 @@ from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
 from lilliput.server.client_stream import ClientStream
+from lilliput.server.followers import Followers
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.service import Service
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.round_trips import answer_pings
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel
 from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
@@ -225,6 +227,8 @@ class Server(hivemind.moe.Server):
             stack.callback(service.engine.stop)
             self.service = service
             await self._serve(node, service)
+            self._followers = Followers(node, service.model, self.blocks[1])
+            stack.callback(self._followers.close)
             record = await self._announce(node, service)
             announcing = asyncio.ensure_future(self._keep_announcing(node, service))
             stack.callback(announcing.cancel)
@@ -287,6 +291,7 @@ class Server(hivemind.moe.Server):
         await node.serve(protocol.FORWARD_INCREMENTAL, session)
         await node.serve(protocol.FORWARD, passes("forward"))
         await node.serve(protocol.BACKWARD, passes("backward"))
+        await node.serve(protocol.PING, answer_pings)
         await ConnectionHandler(service).add_p2p_handlers(node.p2p)
         self.addresses = tuple(await node.addresses())
         self.dht = _Peer(node.peer_id, self.addresses)
@@ -305,6 +310,7 @@ class Server(hivemind.moe.Server):
         while True:
             await asyncio.sleep(self.options.lease_seconds / 3)
             try:
+                await self._followers.look()
                 await self._announce(node, service)
             except Exception as e:  # the network may come back
                 logger.warning("could not announce this server to the swarm: %s", e)
@@ -328,6 +334,7 @@ class Server(hivemind.moe.Server):
             tokens_per_second=rates.session_tokens_per_second or None,
             prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
             step_ms=rates.decode_round_seconds * 1e3 or None,
+            followers=self._followers.nearest,
             version=lilliput.__version__,
             started_at=self._started_at,
             addresses=self.addresses,

@@ -11,6 +11,7 @@ and the subkey carries the public key.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
 from hivemind.dht import DHTNode
@@ -31,6 +32,19 @@ _GONE = b""
 _MARGIN_SECONDS = 1e-3
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """A record, and when its lease ends (seconds since the epoch)."""
+
+    record: ServerRecord
+    lease_end: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the server has announced itself lately; one that was killed has not."""
+        return self.lease_end > float(get_dht_time())
+
+
 async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
     """Tell the swarm about a server, or that it still lives. False if no peer kept the record."""
     subkey = record.peer_id
@@ -48,12 +62,17 @@ async def withdraw(node: Node, record: ServerRecord) -> bool:
 
 async def find(node: Node, model: str) -> list[ServerRecord]:
     """All servers of a model that have announced themselves, in the order of their blocks."""
-    records = []
-    for subkey, value in (await _latest(node.dht, _key(model))).items():
+    return [announcement.record for announcement in await look_up(node, model)]
+
+
+async def look_up(node: Node, model: str) -> list[Announcement]:
+    """What `find` finds, with the ends of the leases: for those who keep it."""
+    found = []
+    for subkey, (value, lease_end) in (await _latest(node.dht, _key(model))).items():
         record = ServerRecord.from_bytes(value)
         if record is not None and record.peer_id == subkey and record.model == model:
-            records.append(record)
-    return sorted(records, key=lambda r: (r.start, r.end, r.peer_id))
+            found.append(Announcement(record, lease_end))
+    return sorted((a for a in found if a.counts), key=lambda a: (a.record.start, a.record.end, a.record.peer_id))
 
 
 async def models(node: Node) -> dict[str, int]:
@@ -61,7 +80,7 @@ async def models(node: Node) -> dict[str, int]:
     found = await _latest(node.dht, _REGISTRY)
     return {
         name: blocks if isinstance(blocks, int) and blocks >= 0 else 0
-        for name, blocks in sorted(found.items(), key=lambda item: str(item[0]))
+        for name, (blocks, _) in sorted(found.items(), key=lambda item: str(item[0]))
         if isinstance(name, str)
     }
 
@@ -100,8 +119,8 @@ async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds:
     return all(stored.values())
 
 
-async def _latest(dht: DHTNode, key: str) -> dict[Any, Any]:
-    """Subkeys and their values, asked from the network (the local cache would go on showing who has left)."""
+async def _latest(dht: DHTNode, key: str) -> dict[Any, tuple[Any, float]]:
+    """Subkeys, their values and when those end, asked from the network (the local cache would go on showing who has left)."""
     try:
         async with asyncio.timeout(FIND_SECONDS):
             found = await dht.get(key, latest=True)
@@ -109,4 +128,4 @@ async def _latest(dht: DHTNode, key: str) -> dict[Any, Any]:
         raise Unreachable(f"no peer answered within {FIND_SECONDS:.0f} s what it knows of {key!r}") from e
     if found is None or not isinstance(found.value, dict):
         return {}
-    return {subkey: entry.value for subkey, entry in found.value.items()}
+    return {subkey: (entry.value, float(entry.expiration_time)) for subkey, entry in found.value.items()}

@@ -16,6 +16,8 @@ Name = Annotated[str, Field(max_length=256)]
 
 #: a record larger than this is not read
 MAX_RECORD_BYTES = 16 << 10
+#: servers whose distance a record tells
+MOST_FOLLOWERS = 16
 
 
 class ServerRecord(BaseModel):
@@ -51,6 +53,8 @@ class ServerRecord(BaseModel):
     prefill_tokens_per_second: Rate | None = None
     #: milliseconds that one step of one token takes through the whole span
     step_ms: Rate | None = None
+    #: the nearest servers that could follow this one in a chain: peer ids, and milliseconds to them and back
+    followers: Annotated[tuple[tuple[Name, Rate], ...], Field(max_length=MOST_FOLLOWERS)] = ()
     adapters: tuple[Name, ...] = ()
     version: Name = ""
     #: seconds since the epoch
