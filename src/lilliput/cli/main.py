@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import bench, chat, demo, fetch, generate, logs, serve, status
+from lilliput.cli import bench, chat, demo, fetch, generate, logs, route, serve, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -82,7 +82,16 @@ def options(
     logs.set_up(verbose, debug=debug)
 
 
-for _command in (demo.demo, serve.serve, chat.chat, generate.generate, status.status, fetch.fetch, bench.bench):
+for _command in (
+    demo.demo,
+    serve.serve,
+    chat.chat,
+    generate.generate,
+    status.status,
+    route.route,
+    fetch.fetch,
+    bench.bench,
+):
     app.command()(guarded(_command))
 
 

@@ -171,13 +171,13 @@ class _Pushed:
         self.back = self.first
         # one row a server: the servers that could follow it, and how far they are
         numbers = {record.peer_id: number for number, record in enumerate(records)}
+        counts = np.array([len(record.followers) for record in records])
+        flat = [follower for record in records for follower in record.followers]
+        places = np.repeat(np.arange(len(records)), counts), np.concatenate([np.arange(count) for count in counts])
         self._following = np.full((len(records), MOST_FOLLOWERS), -1)
         self._away = np.zeros((len(records), MOST_FOLLOWERS))
-        for row, record in enumerate(records):
-            if record.followers:
-                peers, milliseconds = zip(*record.followers, strict=True)
-                self._following[row, : len(peers)] = [numbers.get(peer, -1) for peer in peers]
-                self._away[row, : len(peers)] = milliseconds
+        self._following[places] = [numbers.get(peer, -1) for peer, _ in flat]
+        self._away[places] = [milliseconds for _, milliseconds in flat]
         self._away *= use.network / 2000
 
     def into(self, inside: Floats, here: Indices) -> tuple[Floats, Indices]:

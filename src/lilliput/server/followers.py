@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import MOST_FOLLOWERS
 from lilliput.swarm.round_trips import RoundTrips
 
-#: a look at a swarm of so many servers is worth one announcement; at a larger one, accordingly more
+logger = logging.getLogger(__name__)
+
+#: in a swarm of so many servers one looks half as often as in a tiny one, in a larger one more rarely still
 _SERVERS_A_LOOK = 100
 #: a look waits so long for the first pings (seconds)
 _PING_SECONDS = 1.0
@@ -24,18 +29,23 @@ class Followers:
         self.nearest: tuple[tuple[str, float], ...] = ()
         self._node, self._model, self._end = node, model, end
         self._round_trips = RoundTrips(node)
-        self._skip = 0
 
-    async def look(self) -> None:
-        """Measure again, and see who is new. To be called before every announcement."""
-        if self._skip > 0:
-            self._skip -= 1
-            return
+    async def watch(self, interval: float) -> None:
+        """See who is new and measure again, every `interval` seconds or, in a large swarm, more rarely."""
+        try:
+            while True:
+                servers = 0
+                try:
+                    servers = await self._look()
+                except Exception as e:  # the network may come back
+                    logger.info("could not look for the servers that follow this one: %s", e)
+                await asyncio.sleep(interval * (1 + servers / _SERVERS_A_LOOK))
+        finally:
+            self._round_trips.close()
+
+    async def _look(self) -> int:
         records = await directory.find(self._node, self._model)
-        self._skip = len(records) // _SERVERS_A_LOOK
         following = [r.peer_id for r in records if r.start <= self._end < r.end and r.state != "draining"]
         await self._round_trips.renew(following, within=_PING_SECONDS)
         self.nearest = tuple(self._round_trips.fastest(following, MOST_FOLLOWERS).items())
-
-    def close(self) -> None:
-        self._round_trips.close()
+        return len(records)

@@ -228,7 +228,7 @@ class Server(hivemind.moe.Server):
             self.service = service
             await self._serve(node, service)
             self._followers = Followers(node, service.model, self.blocks[1])
-            stack.callback(self._followers.close)
+            stack.callback(asyncio.ensure_future(self._followers.watch(self.options.lease_seconds / 3)).cancel)
             record = await self._announce(node, service)
             announcing = asyncio.ensure_future(self._keep_announcing(node, service))
             stack.callback(announcing.cancel)
@@ -310,7 +310,6 @@ class Server(hivemind.moe.Server):
         while True:
             await asyncio.sleep(self.options.lease_seconds / 3)
             try:
-                await self._followers.look()
                 await self._announce(node, service)
             except Exception as e:  # the network may come back
                 logger.warning("could not announce this server to the swarm: %s", e)

@@ -120,7 +120,10 @@ async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds:
 
 
 async def _latest(dht: DHTNode, key: str) -> dict[Any, tuple[Any, float]]:
-    """Subkeys, their values and when those end, asked from the network (the local cache would go on showing who has left)."""
+    """Subkeys, their values and when those end.
+
+    Asked from the network: the local cache would go on showing who has left.
+    """
     try:
         async with asyncio.timeout(FIND_SECONDS):
             found = await dht.get(key, latest=True)

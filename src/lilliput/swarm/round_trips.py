@@ -61,7 +61,7 @@ async def ping(node: Node, peer_id: str) -> float:
 class RoundTrips:
     """Measured round trips from one node to others.
 
-    `await renew(peers)` measures what is not known or no longer fresh, in the background; `known` has what is known now.
+    `await renew(peers)` measures, in the background, what is not known or no longer fresh; `known` has what is known.
     """
 
     def __init__(self, node: Node) -> None:
