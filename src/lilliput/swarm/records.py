@@ -11,6 +11,9 @@ log = logging.getLogger(__name__)
 
 State = Literal["joining", "serving", "draining"]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+#: how deep models are; what a stranger says may decide how much is allocated
+MOST_BLOCKS = 1 << 16
+Block = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=256)]
 
@@ -33,10 +36,10 @@ class ServerRecord(BaseModel):
     #: identifies the weights: servers of one model with different fingerprints must not be mixed
     fingerprint: Name = ""
     #: blocks of the whole model
-    model_blocks: Count = 0
+    model_blocks: Block = 0
     #: the server holds blocks `[start, end)`
-    start: Count
-    end: Count
+    start: Block
+    end: Block
     state: State = "serving"
     dtype: Name = ""
     #: tokens per row that a session may ask for
