@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from lilliput.cli.bench import wide_area
 from lilliput.cli.bench.reference import Reference
 from lilliput.cli.bench.report import Figure, Report
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
@@ -64,6 +65,9 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     if wanted("a hop"):
         _say("what a hop adds")
         report.add(_hop(rounds))
+    if wanted("wide-area"):
+        _say("a wide-area network")
+        report.figures.extend(wide_area.measure(report.model, blocks, min(rounds, 3), ["--dtype", report.dtype]))
 
 
 @contextlib.contextmanager
