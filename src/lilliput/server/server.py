@@ -36,6 +36,7 @@ from lilliput.server.followers import Followers
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.service import Service
 from lilliput.swarm import directory
+from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
 from lilliput.swarm.round_trips import answer_pings
@@ -159,7 +160,7 @@ class Server(hivemind.moe.Server):
     def run(self) -> None:
         """Serve in this thread until `shutdown`. Errors of the start are raised by `run_in_background`."""
         try:
-            with asyncio.Runner(loop_factory=_new_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._main())
         except BaseException as e:
             self._failure = e
@@ -349,15 +350,6 @@ class Server(hivemind.moe.Server):
         await asyncio.wait(told, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
         logger.info("leaving; since the start: %s", service.engine.counters)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-
-        return uvloop.new_event_loop()
-    except ImportError:  # not to be had on every system
-        return asyncio.new_event_loop()
 
 
 async def _stop_node(starting: asyncio.Future[Node]) -> None:

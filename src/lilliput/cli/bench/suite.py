@@ -67,7 +67,8 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
         report.add(_hop(rounds))
     if wanted("wide-area"):
         _say("a wide-area network")
-        report.figures.extend(wide_area.measure(report.model, blocks, min(rounds, 3), ["--dtype", report.dtype]))
+        codec = _codec(report.dtype)
+        report.figures.extend(wide_area.measure(report.model, blocks, min(rounds, 3), dtype=report.dtype, codec=codec))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lilliput.cli.bench.network import Link, Network
 from lilliput.cli.bench.report import Figure
 from lilliput.cli.local_swarm import LocalSwarm
 from lilliput.client.model import AutoDistributedModelForCausalLM
+from lilliput.client.session import InferenceSession
 
 #: seconds, one way, from the client to each server. The servers lie on one line with it: between two of them lies the
 #: difference.
@@ -23,18 +24,21 @@ _PROMPT_TOKENS = 16
 _NEW_TOKENS = 24
 
 
-def measure(model: str, blocks: int, rounds: int, options: Sequence[str]) -> list[Figure]:
+def measure(model: str, blocks: int, rounds: int, *, dtype: str, codec: str) -> list[Figure]:
     """Tokens a second, measured and as the sum of all legs and the servers' own time allows."""
     edges = [blocks * i // len(_AWAY) for i in range(len(_AWAY) + 1)]
     away = ", ".join(f"{delay * 1e3:.0f}" for delay in _AWAY)
+    # whoever lets servers push adds a stream that does, beside the one that goes over the client
     stream = Figure("wide-area, one stream", "tokens/s", note=f"servers {away} ms away, one way")
     star = Figure("wide-area, bound over the client", "tokens/s", note="1 / (there and back to each, compute)")
     pushed = Figure("wide-area, bound if servers push", "tokens/s", note="1 / (legs of the chain, compute)")
     with (
         _links() as links,
-        LocalSwarm(model, list(itertools.pairwise(edges)), options=options, links=links) as swarm,
+        LocalSwarm(model, list(itertools.pairwise(edges)), options=["--dtype", dtype], links=links) as swarm,
     ):
-        distributed = AutoDistributedModelForCausalLM.from_pretrained(model, initial_peers=swarm.initial_peers)
+        distributed = AutoDistributedModelForCausalLM.from_pretrained(
+            model, initial_peers=swarm.initial_peers, dtype=dtype, codec=codec
+        )
         try:
             for number in range(rounds + 1):
                 took, compute = _seconds_a_token(distributed, number)
@@ -57,31 +61,34 @@ def _links() -> Iterator[list[Link]]:
 
 
 def _seconds_a_token(model: Any, seed: int) -> tuple[float, float]:
-    """Of a stream of tokens: from one to the next, and the servers' share of it."""
+    """Of a stream of tokens: from one to the next, and the servers' share of it. Medians."""
     ids = torch.randint(10, 100, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
-    streamer = _Clock()
     with model.inference_session(max_length=_PROMPT_TOKENS + _NEW_TOKENS) as session:
+        clock = _Clock(session)
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=_NEW_TOKENS,
             min_new_tokens=_NEW_TOKENS,
             do_sample=False,
-            streamer=streamer,
+            streamer=clock,
         )
-        compute = sum(hop.compute_ms + hop.queued_ms for hop in session.stats) / _NEW_TOKENS
-    return statistics.median(b - a for a, b in itertools.pairwise(streamer.ticks)), compute / 1e3
+    steps = [(end - begin, computed - before) for (begin, before), (end, computed) in itertools.pairwise(clock.ticks)]
+    took, compute = (statistics.median(column) for column in zip(*steps, strict=True))
+    return took, compute
 
 
 class _Clock:
-    """A transformers streamer: when each token came."""
+    """A transformers streamer: when each token came, and how long the servers had taken by then, in seconds."""
 
-    def __init__(self) -> None:
-        self.ticks: list[float] = []
+    def __init__(self, session: InferenceSession) -> None:
+        self.ticks: list[tuple[float, float]] = []
+        self._session = session
 
     def put(self, value: torch.Tensor) -> None:
         if value.dim() < 2:  # else it is the prompt
-            self.ticks.append(time.perf_counter())
+            servers = sum(hop.compute_ms + hop.queued_ms for hop in self._session.stats) / 1e3
+            self.ticks.append((time.perf_counter(), servers))
 
     def end(self) -> None:
         """Nothing more comes."""
