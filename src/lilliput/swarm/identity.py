@@ -12,7 +12,6 @@ from functools import cached_property
 
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
-from google.protobuf.message import DecodeError
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 
@@ -39,11 +38,11 @@ class Identity:
         """From the contents of an identity file. Raises `ValueError` if it is none."""
         try:
             private = crypto_pb2.PrivateKey.FromString(data)
-        except DecodeError as e:
+            if private.key_type == crypto_pb2.KeyType.Ed25519:
+                return cls(ed25519.Ed25519PrivateKey.from_private_bytes(private.data[:_SEED_BYTES]))
+            key = serialization.load_der_private_key(private.data, password=None)
+        except Exception as e:  # libraries say all kinds of things to bytes that are no key
             raise ValueError("not a private key") from e
-        if private.key_type == crypto_pb2.KeyType.Ed25519:
-            return cls(ed25519.Ed25519PrivateKey.from_private_bytes(private.data[:_SEED_BYTES]))
-        key = serialization.load_der_private_key(private.data, password=None)
         if not isinstance(key, rsa.RSAPrivateKey):
             raise ValueError("neither an Ed25519 nor an RSA key")
         return cls(key)

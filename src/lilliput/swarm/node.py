@@ -317,10 +317,12 @@ def _take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[by
         if not os.path.exists(name):
             Identity.generate().write(name)
         file = open(name, "rb")  # noqa: SIM115 (held as long as the node lives)
-        identity = Identity.from_bytes(file.read())
     except OSError as e:
         raise BadRequest(f"cannot use the identity file {name}: {e.strerror or e}") from e
-    except ValueError as e:
+    try:
+        identity = Identity.from_bytes(file.read())
+    except (OSError, ValueError) as e:
+        file.close()
         raise BadRequest(f"{name} is not an identity file") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
