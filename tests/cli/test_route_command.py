@@ -21,6 +21,9 @@ from lilliput.client.trial import time_chain
 from lilliput.errors import MissingBlocks
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.swarm import directory
+from lilliput.swarm.node import Node
+from lilliput.swarm.round_trips import answer_pings
+from lilliput.wire.protocol import PING
 
 #: seconds, one way; the last two servers hold the same blocks
 AWAY = (0.005, 0.05, 0.025, 0.09)
@@ -29,12 +32,17 @@ WIDTH = 64
 
 
 @pytest.fixture(scope="module")
-def links() -> Iterator[list[Link]]:
+def network() -> Iterator[Network]:
     with Network() as network:
-        links = [network.link(delay=delay) for delay in AWAY]
-        for one, other in itertools.combinations(links, 2):
-            network.set_between(one, other, abs(one.delay - other.delay))
-        yield links
+        yield network
+
+
+@pytest.fixture(scope="module")
+def links(network: Network) -> list[Link]:
+    links = [network.link(delay=delay) for delay in AWAY]
+    for one, other in itertools.combinations(links, 2):
+        network.set_between(one, other, abs(one.delay - other.delay))
+    return links
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,8 @@ def remote(shared: SharedConnection, files: ModelFiles) -> RemoteModel:
 def test_a_route_takes_the_nearer_servers_and_what_was_predicted(
     wide: LocalSwarm, shared: SharedConnection, remote: RemoteModel
 ) -> None:
+    records = shared.run(shared.connection.records(remote.name))
+    shared.run(shared.connection.round_trips(records, within=10))
     chain = shared.run(remote.chain(0, 6))
     assert [hop.peer_id for hop in chain] == [server.peer_id for server in wide.servers[:3]]
     measured = shared.run(shared.connection.round_trips([hop.record for hop in chain]))
@@ -129,6 +139,28 @@ def test_it_asks_for_an_address_and_says_what_is_missing(part: LocalSwarm) -> No
     shown = invoke("route", "smollm2", "--initial-peers", part.initial_peers[0])
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert "no server holds blocks 10:30" in shown.stderr
+
+
+def test_a_route_does_not_wait_for_a_newcomer_that_it_does_not_need(
+    wide: LocalSwarm, network: Network, shared: SharedConnection, remote: RemoteModel
+) -> None:
+    link = network.link(delay=0.3)
+    hosts = [f"/ip4/127.0.0.1/tcp/{link.target}"]
+    newcomer = shared.run(Node.start(wide.initial_peers, host_maddrs=hosts, announce_maddrs=[link.address]))
+    try:
+        shared.run(newcomer.serve(PING, answer_pings))
+        like = shared.run(remote.chain(4, 6))[0].record
+        record = like.model_copy(update={"peer_id": str(newcomer.peer_id)})
+        assert shared.run(directory.announce(newcomer, record))
+        found = shared.run(shared.connection.records(remote.name, fresh=True))
+        assert record in found
+        begun = time.monotonic()
+        assert shared.run(remote.chain(4, 6))[0].record == like
+        assert time.monotonic() - begun < 0.3
+        shared.run(shared.connection.round_trips(found, within=10))
+        assert shared.run(shared.connection.round_trips(found))[record.peer_id] >= 0.6
+    finally:
+        shared.run(newcomer.stop())
 
 
 def test_a_killed_server_is_out_of_every_route_when_its_lease_ends(

@@ -17,7 +17,7 @@ import torch
 
 from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
-from lilliput.client.route import Hop, find_chain, usable
+from lilliput.client.route import Hop, find_chain, missing_blocks, usable
 from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -34,7 +34,7 @@ T = TypeVar("T")
 FRESH_SECONDS = 5.0
 #: older than this they are not used at all, but waited for: by then a server that lives has announced itself again
 STALE_SECONDS = directory.LEASE_SECONDS * 2 / 3
-#: a route waits so long for the first pings of servers that were never measured (seconds)
+#: a route waits so long for the first pings of servers that were never measured, if it needs them (seconds)
 FIRST_PING_SECONDS = 1.0
 #: a peer that failed us is passed over for this long
 BAN_SECONDS = 20.0
@@ -147,7 +147,11 @@ class Connection:
         """
 
         async def cheapest(records: list[ServerRecord], banned: set[str]) -> list[Hop]:
-            ways = await self.round_trips(records)
+            measured = self._round_trips.known if self._round_trips is not None else {}
+            known = [record for record in records if usable(record, banned) and record.peer_id in measured]
+            # who has joined lately is worth waiting for where nobody else would do
+            within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
+            ways = await self.round_trips(records, within=within)
             return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes)
 
         avoid = self.banned() | set(banned)

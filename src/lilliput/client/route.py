@@ -196,15 +196,20 @@ class _Pushed:
         return ways[best, np.arange(len(here))], sources[best]
 
 
-def _check_covered(records: Sequence[ServerRecord], start: int, end: int) -> None:
+def missing_blocks(records: Sequence[ServerRecord], start: int, end: int) -> list[tuple[int, int]]:
+    """The runs of blocks in `[start, end)` that none of these servers holds."""
     missing: list[tuple[int, int]] = []
     at = start
-    for span_start, span_end in sorted((r.start, r.end) for r in records):
+    for span_start, span_end in sorted((r.start, r.end) for r in records if r.start < end and r.end > start):
         if span_start > at:
             missing.append((at, span_start))
         at = max(at, span_end)
     if at < end:
         missing.append((at, end))
-    if missing:
+    return missing
+
+
+def _check_covered(records: Sequence[ServerRecord], start: int, end: int) -> None:
+    if missing := missing_blocks(records, start, end):
         spans = ", ".join(f"{a}:{b}" for a, b in missing)
         raise MissingBlocks(f"no server holds blocks {spans}", tuple(missing))

@@ -54,12 +54,12 @@ async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEAS
         (_key(record.model), signed_subkey(record.peer_id), record.to_bytes()),
         (_REGISTRY, record.model, record.model_blocks),
     ]
-    return await _store(node, entries, lease_seconds)
+    return (await _store(node, entries, lease_seconds))[0]  # whose word on the model is the latest does not matter
 
 
 async def withdraw(node: Node, record: ServerRecord) -> bool:
     """Say goodbye: nobody who looks from now on finds the server."""
-    return await _store(node, [(_key(record.model), signed_subkey(record.peer_id), _GONE)], 0.0)
+    return all(await _store(node, [(_key(record.model), signed_subkey(record.peer_id), _GONE)], 0.0))
 
 
 async def find(node: Node, model: str) -> list[ServerRecord]:
@@ -102,14 +102,15 @@ async def declare_uids(
         uid = f"{prefix}{UID_DELIMITER}{index}"
         entries.append((uid, None, me))
         entries.append((f"{uid}{UID_DELIMITER}", FLAT_EXPERT, (uid, me)))
-    return await _store(node, entries, lease_seconds)
+    return all(await _store(node, entries, lease_seconds))
 
 
 def _key(model: str) -> str:
     return f"{_REGISTRY}:{model}"
 
 
-async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> bool:
+async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> list[bool]:
+    """Which of the entries were kept."""
     now = float(get_dht_time())
     ends = []
     for key, subkey, _ in entries:
@@ -118,7 +119,7 @@ async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds:
         ends.append(end)
     keys, subkeys, values = (list(column) for column in zip(*entries, strict=True))
     stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys)
-    return all(stored.values())
+    return [bool(stored[key if subkey is None else (key, subkey)]) for key, subkey, _ in entries]
 
 
 async def _latest(node: Node, key: str) -> dict[Any, tuple[Any, float]]:
