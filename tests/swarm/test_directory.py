@@ -179,8 +179,12 @@ def test_nobody_writes_in_the_name_of_another_whatever_the_kind_of_its_key(kind:
 
 def test_a_lease_without_end_is_not_believed() -> None:
     async def test(first: Node, server: Node, client: Node) -> None:
-        await directory.announce(server, record(server, 0, 12), lease_seconds=1e6)
-        assert await directory.find(client, "some/model.v1") == []
+        endless = record(server, 0, 12)
+        key, subkey = f"lilliput:1:{endless.model}", signed_subkey(endless.peer_id)
+        assert await directory.announce(server, endless, lease_seconds=1e6)  # cut down to what is believed
+        assert await directory.find(client, endless.model) == [endless]
+        assert await server.dht.store(key, endless.to_bytes(), get_dht_time() + 1e6, subkey=subkey)
+        assert await directory.find(client, endless.model) == []
 
     run_with_three(test)
 

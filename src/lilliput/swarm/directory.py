@@ -29,8 +29,10 @@ FIND_SECONDS = 10.0
 
 _REGISTRY = "lilliput:1"
 _GONE = b""
-#: a lease that ends later than this from now is not believed (seconds): its server would be found long after it died
-_MOST_LEASE_SECONDS = 120.0
+#: no lease is longer (seconds): its server would be found long after it died
+MOST_LEASE_SECONDS = 60.0
+#: clocks that differ by so much are put up with (seconds)
+_CLOCKS_SECONDS = 30.0
 #: a later expiration wins, and clocks and floats are what they are
 _MARGIN_SECONDS = 1e-3
 
@@ -45,7 +47,7 @@ class Announcement:
     @property
     def counts(self) -> bool:
         """Whether the server has announced itself lately; one that was killed has not."""
-        return 0 < self.lease_end - float(get_dht_time()) < _MOST_LEASE_SECONDS
+        return 0 < self.lease_end - float(get_dht_time()) < MOST_LEASE_SECONDS + _CLOCKS_SECONDS
 
 
 async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
@@ -54,7 +56,8 @@ async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEAS
         (_key(record.model), signed_subkey(record.peer_id), record.to_bytes()),
         (_REGISTRY, record.model, record.model_blocks),
     ]
-    return (await _store(node, entries, lease_seconds))[0]  # whose word on the model is the latest does not matter
+    kept = await _store(node, entries, min(lease_seconds, MOST_LEASE_SECONDS))
+    return kept[0]  # whose word on the model is the latest does not matter
 
 
 async def withdraw(node: Node, record: ServerRecord) -> bool:

@@ -115,7 +115,7 @@ class Link:
         last = free = 0.0
         try:
             with contextlib.suppress(OSError):
-                while piece := await reader.read(_READ_BYTES):
+                while (piece := await reader.read(_READ_BYTES)) and not delivering.done():
                     now = loop.time()
                     free = max(free, now) + (len(piece) / self.bytes_per_second if self.bytes_per_second else 0.0)
                     delay = self._network.delay(origin, self) + random.uniform(0.0, self.jitter)
