@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 
@@ -119,3 +120,16 @@ def test_ctrl_c_while_it_serves(part: LocalSwarm, family: Family) -> None:
         assert "Traceback" not in terminal.screen
     family.assert_gone()
     assert "20:22" not in invoke("status", *peers).stdout  # it has said goodbye
+
+
+def test_drain_stops_a_server_and_nothing_else(demo_model: ModelFiles, family: Family) -> None:
+    process = start("serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--json", family=family)
+    assert process.stdout is not None
+    facts = json.loads(process.stdout.readline())
+    draining = start("drain", str(facts["pid"]), family=family)
+    said, complaints = draining.communicate(timeout=30)
+    assert (draining.returncode, complaints) == (0, "")
+    assert said.endswith("It has left.\n")
+    assert process.wait(10) == 128 + signal.SIGTERM
+    assert "is no Lilliput server" in invoke("drain", str(os.getpid())).stderr
+    assert "there is no process" in invoke("drain", str(facts["pid"])).stderr

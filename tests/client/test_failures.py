@@ -203,28 +203,27 @@ class TestProcesses:
             yield swarm
         remove_stale_sockets()
 
-    def test_a_killed_server_is_named_within_a_second(self, swarm: LocalSwarm, tiny_llama: Path) -> None:
-        with connected(tiny_llama, swarm.initial_peers) as model:
+    def test_blocks_of_a_killed_server_are_named_within_a_second(self, swarm: LocalSwarm, tiny_llama: Path) -> None:
+        with connected(tiny_llama, swarm.initial_peers, patience=Patience(recovery=0.0)) as model:
             session = model.inference_session(max_length=64)
             session.step(states(1, 4))
-            victim = swarm.servers[1]
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(swarm.servers[1].pid, signal.SIGKILL)
             begin = time.monotonic()
-            with pytest.raises(Unreachable, match="3:6") as error:
+            with pytest.raises(MissingBlocks, match=r"3:6 of tiny-llama .*connection broke") as error:
                 session.step(states(1, 1))
             assert time.monotonic() - begin < 1
-            assert error.value.peer == victim.peer_id
-            with pytest.raises(Unreachable):
+            assert error.value.blocks == ((3, 6),)
+            with pytest.raises(MissingBlocks, match="3:6"):
                 session.step(states(1, 1))
             session.close()
 
     def test_a_frozen_server_is_given_up(self, swarm: LocalSwarm, tiny_llama: Path) -> None:
-        with connected(tiny_llama, swarm.initial_peers, patience=Patience(silence=1.0)) as model:
+        with connected(tiny_llama, swarm.initial_peers, patience=Patience(silence=1.0, recovery=0.0)) as model:
             session = model.inference_session(max_length=64)
             session.step(states(1, 4))
             os.kill(swarm.servers[0].pid, signal.SIGSTOP)
             begin = time.monotonic()
-            with pytest.raises(Unreachable, match="no sign of life"):
+            with pytest.raises(MissingBlocks, match=r"0:3 .*no sign of life"):
                 session.step(states(1, 1))
             assert time.monotonic() - begin < 10
             session.close()

@@ -13,7 +13,7 @@ from lilliput import InferenceSession, RemoteSequential
 from lilliput.cli.local_swarm import LocalSwarm
 from lilliput.client import server_session
 from lilliput.client.async_session import AsyncInferenceSession
-from lilliput.errors import BadRequest, LilliputError, SessionExpired, TooLong
+from lilliput.errors import BadRequest, LilliputError, TooLong
 from lilliput.server.server import Server
 
 HIDDEN = 64
@@ -169,7 +169,9 @@ def test_a_closed_session_says_so(tiny: Any) -> None:
         session.step(states(1, 1))
 
 
-def test_an_idle_session_is_kept_alive_by_pings(tiny_llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_session_is_kept_alive_by_pings_and_opened_anew_without(
+    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Server(
         str(tiny_llama), (0, 6), dtype="float32", cache_tokens=512, idle_seconds=1.0, first_step_seconds=1.0
     ) as server:
@@ -178,8 +180,10 @@ def test_an_idle_session_is_kept_alive_by_pings(tiny_llama: Any, monkeypatch: py
         session = InferenceSession(blocks._shared, core)
         session.step(states(1, 2))
         time.sleep(2)
-        with pytest.raises(SessionExpired, match="0:6"):  # since clients ping as often as servers usually ask for
-            session.step(states(1, 1))
+        session.step(states(1, 1))
+        (recovery,) = core.recoveries  # clients ping as often as servers usually ask for; this one has forgotten us
+        assert "0:6" in recovery.why
+        assert recovery.new_peer_ids == (recovery.peer_id,)
         session.close()
         monkeypatch.setattr(server_session, "_TICK_SECONDS", 0.1)
         monkeypatch.setattr(server_session, "_PING_SECONDS", 0.3)

@@ -78,8 +78,11 @@ class Conversation:
             ids = self._fit(question, limit)
             count = min(self._max_new_tokens, limit - len(ids))
             session = self._session_for(len(ids) + count)
+            before = len(session.core.recoveries)
             try:
                 self._model.generate(ids, session, answer, max_new_tokens=count, **self._options)
+                for recovery in session.core.recoveries[before:]:
+                    self._notice(str(recovery))
                 return
             except CacheFull:
                 if answer.tokens or not self.turns:
@@ -113,8 +116,6 @@ class Conversation:
         return self._model.encode_chat([*messages, {"role": "user", "content": question}])
 
     def _session_for(self, length: int) -> InferenceSession:
-        if self.session is not None and self.session.core.broken is not None:
-            self._end_session()  # a server left, or we were asleep
         if self.session is None:
             self.session = self._model.session(length)
         self.session.max_length = max(self.session.max_length, length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -53,6 +54,9 @@ def serve(
     declare_uids: Annotated[
         bool, typer.Option("--declare-uids", help="Also declare the blocks as hivemind's experts.")
     ] = False,
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
+    ] = 3.0,
     revision: Revision = None,
     token: Token = None,
     json_line: Annotated[
@@ -61,7 +65,7 @@ def serve(
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Hold some blocks of a model and serve them to a swarm, until Ctrl-C."""
+    """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
     span = parse_blocks(blocks)
     process.prepare()
     supervisor = Supervisor() if supervised else None
@@ -94,6 +98,7 @@ def serve(
                 threads=threads,
                 share_prefixes=share_prefixes,
                 declare_uids=declare_uids,
+                drain_seconds=drain_seconds,
                 progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
             )
             # from here on there is something to clear away, which a second signal must not interrupt
@@ -108,6 +113,10 @@ def serve(
             _tell(server, supervisor, json_line)
         while server.ready.is_set() and not signals:
             time.sleep(_POLL_SECONDS)
+        if signals and not (supervisor and supervisor.gone):  # else everybody leaves
+            server.drain()
+            while server.is_alive() and len(signals) == 1:  # the second time means: now
+                time.sleep(_POLL_SECONDS)
     loading = [thread for thread in threading.enumerate() if thread.name == "loading"]
     process.abandon(loading, 128 + signals[0] if signals else 1)
     if signals:
@@ -157,6 +166,7 @@ def _facts(server: Server) -> dict[str, Any]:
     return {
         "model": service.model,
         "blocks": list(server.blocks),
+        "pid": os.getpid(),
         "peer_id": str(server.dht.peer_id) if server.dht else "",
         "addresses": list(server.addresses),
         "cache_tokens": service.admission.pages * service.admission.page_size,
@@ -173,7 +183,8 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         start, end = server.blocks
         typer.echo(
             f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
-            f"{facts['cache_tokens']:,} tokens. Ctrl-C stops it. Others join with one of"
+            f"{facts['cache_tokens']:,} tokens. Ctrl-C or `lilliput drain {os.getpid()}` stops it. "
+            "Others join with one of"
         )
         for address in server.addresses:
             typer.echo(f"  --initial-peers {address}")

@@ -15,9 +15,13 @@ from typing import Any
 
 
 class Supervisor:
-    """Whoever started this process."""
+    """Whoever started this process.
+
+    :ivar gone: it does not wait for us any more
+    """
 
     def __init__(self) -> None:
+        self.gone = False
         self._peers: list[str] = []
         self._told_peers = threading.Event()
         threading.Thread(target=self._listen, name="supervisor", daemon=True).start()
@@ -45,4 +49,5 @@ class Supervisor:
                     self._peers = json.loads(heard.partition(b"\n")[0])
                     self._told_peers.set()
         finally:
+            self.gone = True
             os.kill(os.getpid(), signal.SIGTERM)

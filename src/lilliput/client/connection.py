@@ -55,9 +55,11 @@ class Patience:
     #: for the output of one step, or of one forward or backward call
     step: float = 300.0
     #: for any sign of life from a server that has been asked for one
-    silence: float = 20.0
-    #: how many chains are tried, one after another, before an error is handed on
-    attempts: int = 3
+    silence: float = 8.0
+    #: how many chains are tried for a new session, and how many servers may fail within one step
+    attempts: int = 5
+    #: for somebody to take over from a server that failed in a running session
+    recovery: float = 30.0
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Connection:
     def __init__(self, initial_peers: Iterable[str], **node_options: Any) -> None:
         self.initial_peers = tuple(str(peer) for peer in initial_peers)
         self._starting = asyncio.ensure_future(Node.start(self.initial_peers, client_mode=True, **node_options))
+        self.closed = False
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._round_trips: RoundTrips | None = None
@@ -243,6 +246,7 @@ class Connection:
             channel.close()
 
     async def close(self) -> None:
+        self.closed = True
         if self._round_trips is not None:
             self._round_trips.close()
         for channels in self._streams.values():

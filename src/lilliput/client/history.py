@@ -68,6 +68,18 @@ class TokenHistory:
             return b""
         return b"".join(key for keys in self._keys for key in keys[first:last])
 
+    def keys(self, begin: int, end: int, rows: int) -> bytes:
+        """The keys of the grains that tokens `[begin, end)` complete in the first `rows` rows, `[rows, k]` digests.
+
+        Empty unless all of these rows have keys for them all; from 0 on, only of as many grains as they all have.
+        """
+        first, last = begin // GRAIN, end // GRAIN
+        known = [row[first:last] for row in self._keys[:rows]]
+        fewest = min(map(len, known), default=0)
+        if len(known) < rows or (begin and fewest < last - first):
+            return b""
+        return b"".join(key for row in known for key in row[:fewest])
+
     def keys_of(self, tokens: torch.Tensor) -> bytes:
         """The keys of the whole grains of `tokens` `[rows, n]` at the start of a session, `[rows, n // GRAIN]` digests.
 

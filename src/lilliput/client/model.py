@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lilliput.client.connection import Patience, SharedConnection
-from lilliput.client.remote import RemoteModel
+from lilliput.client.remote import REPLAY_BYTES, RemoteModel
 from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks, ModelError
 from lilliput.models.progress import Progress, silent
@@ -36,6 +36,7 @@ class AutoDistributedModelForCausalLM:
         patience: Patience | None = None,
         wait: float = 0.0,
         prefix_secret: str | None = None,
+        replay_bytes: int = REPLAY_BYTES,
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -54,6 +55,8 @@ class AutoDistributedModelForCausalLM:
         :param patience: how long to wait for what
         :param wait: seconds to wait until every block is served; 0 raises `MissingBlocks` at once
         :param prefix_secret: clients that share it share cached prefixes where servers allow it; default: nobody
+        :param replay_bytes: memory of each session for hidden states between servers, kept in case that one fails; what
+            is not kept, the other servers compute again then
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -73,6 +76,7 @@ class AutoDistributedModelForCausalLM:
                 codec=codec,
                 patience=patience or Patience(),
                 prefix_secret=prefix_secret,
+                replay_bytes=replay_bytes,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

@@ -14,6 +14,7 @@ from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
 _PROCESS_SECRET = secrets.token_bytes(16)
+REPLAY_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class RemoteModel:
     codec: str = "none"
     patience: Patience = field(default_factory=Patience)
     prefix_secret: str | None = None
+    #: of each session, for hidden states between servers that are kept in case that one of them fails
+    replay_bytes: int = REPLAY_BYTES
 
     def __post_init__(self) -> None:
         check_codec(self.codec)

@@ -19,7 +19,7 @@ from lilliput.wire.limits import PING_FRACTION, SESSION_IDLE_SECONDS
 #: told about every change of place in a server's queue
 QueueCallback = Callable[[Hop, pb.Info], None]
 
-_TICK_SECONDS = 2.5
+_TICK_SECONDS = 1.0
 _PING_SECONDS = SESSION_IDLE_SECONDS * PING_FRACTION
 
 #: resolves to the outputs of a step, `[rows, tokens, hidden]`
@@ -49,6 +49,8 @@ class ServerSession:
         max_length: tokens per row that the server granted
         limit: the longest `max_length` that it would grant
         max_step_tokens: rows x tokens that it takes in one step
+        leaving: the server has said that it is about to leave
+        on_leaving: called when it says so
     """
 
     def __init__(self, remote: RemoteModel, hop: Hop, stream: PeerStream, max_length: int) -> None:
@@ -56,6 +58,8 @@ class ServerSession:
         self.broken: LilliputError | None = None
         self.max_length = self.limit = max_length
         self.max_step_tokens = self.cached_tokens = 0
+        self.leaving = False
+        self.on_leaving: Callable[[ServerSession], None] | None = None
         self._codec, self._patience = remote.codec, remote.patience
         self._loop = asyncio.get_running_loop()
         self._rows = 0
@@ -232,6 +236,10 @@ class ServerSession:
             self._take_error(received.body)  # type: ignore[arg-type]
         elif received.kind == "info":
             self._infos.put_nowait(received.body)  # type: ignore[arg-type]
+        elif received.kind == "leaving":
+            self.leaving = True
+            if self.on_leaving is not None:
+                self.on_leaving(self)
 
     def _take_output(self, received: Received) -> None:
         body: pb.Output = received.body  # type: ignore[assignment]

@@ -85,6 +85,11 @@ class ClientStream:
         self._ending = True
         self._closing.set()
 
+    def tell_leaving(self, within: float) -> None:
+        """Tell every session that the server leaves in so many seconds; those in the queue have nothing to wait for."""
+        for session in list(self._sessions.values()):
+            session.tell_leaving(within)
+
     # ---- for its sessions ----
 
     def post(self, number: int, message: pb.Message, hidden: torch.Tensor | None = None, codec: str = "none") -> None:

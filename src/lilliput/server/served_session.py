@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from lilliput.engine.session import CacheSession, Step, StepOutput
-from lilliput.errors import BadRequest, Busy, CacheFull, LilliputError, ServerFailure, SessionExpired
+from lilliput.errors import BadRequest, Busy, CacheFull, Draining, LilliputError, ServerFailure, SessionExpired
 from lilliput.server.admission import Ticket
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_message
@@ -211,6 +211,13 @@ class ServedSession:
         self._stream.post(self._number, pb.Message(output=output), result.hidden, self._codec)
 
     # ---- its end ----
+
+    def tell_leaving(self, within: float) -> None:
+        """Tell the client that the server leaves in so many seconds."""
+        if self._session is None:
+            self.end(Draining("this server is about to leave and takes nothing new"))
+        else:
+            self._post(pb.Message(leaving=pb.Leaving(within_seconds=within)))
 
     def end(self, why: LilliputError) -> None:
         """Tell the client why the session ends, and end it."""

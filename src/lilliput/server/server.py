@@ -51,6 +51,9 @@ _PAGE_SIZE = 32
 #: by default the cache may take this share of the memory that is free when the blocks are loaded
 _CACHE_SHARE = 0.25
 _MOST_CACHE_TOKENS = 1 << 18
+#: by default: with all the rest, a server that is told to leave is gone within 5 s
+DRAIN_SECONDS = 3.0
+_LOOK_SECONDS = 0.02
 #: sessions have so long to hear that the server leaves (seconds)
 _FAREWELL_SECONDS = 1.0
 
@@ -64,6 +67,7 @@ class ServerOptions:
     :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
     :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
+    :ivar drain_seconds: how long `drain` lets running sessions move to other servers
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
 
@@ -79,6 +83,7 @@ class ServerOptions:
     declare_uids: bool = False
     share_prefixes: bool = False
     lease_seconds: float = directory.LEASE_SECONDS
+    drain_seconds: float = DRAIN_SECONDS
 
 
 class _Peer:
@@ -140,6 +145,7 @@ class Server(hivemind.moe.Server):
         self._failure: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
+        self._draining: asyncio.Event | None = None
         self._shutdown_requested = False
         self._started_at = time.time()
         self.addresses: tuple[str, ...] = ()
@@ -197,6 +203,17 @@ class Server(hivemind.moe.Server):
         if self.is_alive() and threading.current_thread() is not self:
             self.join(timeout)
 
+    def drain(self) -> None:
+        """Take nothing new, let running sessions move elsewhere for `drain_seconds`, then leave. Returns at once.
+
+        Whoever wants to know waits for the thread (`join`); `shutdown` cuts it short. May be called from any thread.
+        """
+        if self._loop is None or self._draining is None or not self._ready.is_set():
+            self.shutdown(0.0)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended already
+            self._loop.call_soon_threadsafe(self._draining.set)
+
     def __enter__(self) -> Server:
         if not self.is_alive():
             self.run_in_background()
@@ -208,12 +225,15 @@ class Server(hivemind.moe.Server):
     # ---- the server's own thread ----
 
     async def _main(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._stopping, self._draining = asyncio.Event(), asyncio.Event()
         if self._shutdown_requested:
             return
         stopped = asyncio.ensure_future(self._stopping.wait())
+        drained = asyncio.ensure_future(self._draining.wait())
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(stopped.cancel)
+            stack.callback(drained.cancel)
             # the daemon starts while the blocks are read
             starting = asyncio.ensure_future(Node.start(**self._node_options))
             loading = asyncio.ensure_future(_in_thread(self._load))
@@ -236,9 +256,11 @@ class Server(hivemind.moe.Server):
             self._ready.set()
             self.decided.set()
             logger.info("serving blocks %d:%d of %s", *self.blocks, service.model)
-            await stopped
-            self._ready.clear()
+            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
             announcing.cancel()
+            if not stopped.done():
+                await self._drain(node, service, stopped)
+            self._ready.clear()
             await self._farewell(node, service, record)
 
     def _load(self) -> Service:
@@ -339,6 +361,21 @@ class Server(hivemind.moe.Server):
             started_at=self._started_at,
             addresses=self.addresses,
         )
+
+    async def _drain(self, node: Node, service: Service, stopped: asyncio.Future[Any]) -> None:
+        """Return when all sessions have moved, when they have had their time, or when told to stop."""
+        service.draining = True
+        within = self.options.drain_seconds
+        announcing = asyncio.ensure_future(self._announce(node, service))
+        for stream in list(service.streams):
+            stream.tell_leaving(within)
+        until = time.monotonic() + within
+        while (  # noqa: ASYNC110 (sessions and passes end in many places)
+            (service.admission.running or service.passes) and time.monotonic() < until and not stopped.done()
+        ):
+            await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.wait({announcing}, timeout=_FAREWELL_SECONDS)  # a late one would undo the farewell
+        announcing.cancel()
 
     async def _farewell(self, node: Node, service: Service, record: ServerRecord) -> None:
         service.draining = True

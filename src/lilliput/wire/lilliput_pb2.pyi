@@ -133,6 +133,12 @@ class Close(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Leaving(_message.Message):
+    __slots__ = ("within_seconds",)
+    WITHIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    within_seconds: float
+    def __init__(self, within_seconds: _Optional[float] = ...) -> None: ...
+
 class Error(_message.Message):
     __slots__ = ("code", "text", "retry_elsewhere", "step_id", "closed", "wait_seconds", "queue_length")
     CODE_FIELD_NUMBER: _ClassVar[int]
@@ -180,7 +186,7 @@ class Backward(_message.Message):
     def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "session", "tensors")
+    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "leaving", "session", "tensors")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +197,7 @@ class Message(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     open: Open
@@ -203,6 +210,7 @@ class Message(_message.Message):
     error: Error
     forward: Forward
     backward: Backward
+    leaving: Leaving
     session: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...

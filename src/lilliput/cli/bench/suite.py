@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from lilliput.cli.bench import wide_area
+from lilliput.cli.bench.recovery import recovery
 from lilliput.cli.bench.reference import Reference
 from lilliput.cli.bench.report import Figure, Report
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
@@ -62,6 +63,9 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     if wanted("server start"):
         _say("server start")
         report.add(_server_start(report, spans[0], min(rounds, 3)))
+    if wanted("recovery"):
+        _say("recovery")
+        report.figures.extend(recovery(report.model, blocks, report.dtype, _codec(report.dtype), min(rounds, 3)))
     if wanted("a hop"):
         _say("what a hop adds")
         report.add(_hop(rounds))

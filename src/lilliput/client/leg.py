@@ -1,0 +1,141 @@
+"""One server's part in a chain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from lilliput.client.remote import RemoteModel
+from lilliput.client.route import Hop
+from lilliput.client.server_session import QueueCallback, ServerSession
+from lilliput.client.tape import Part
+from lilliput.errors import LilliputError, Unreachable
+
+#: parts of one step that a server may have at a time
+_PARTS_AT_ONCE = 4
+#: how often a session that expired while its neighbours still queued is opened anew
+_REOPENINGS = 3
+
+
+class Leg:
+    """A session on one server, and how far its server has come.
+
+    :ivar sent: tokens per row that its server has been sent since position 0; below 0: it takes none now
+    :ivar answered: of those, so many have come back
+    """
+
+    def __init__(self, session: ServerSession) -> None:
+        self.session = session
+        self.sent = self.answered = 0
+        self.moving: asyncio.Task[None] | None = None
+        self._places = asyncio.Semaphore(_PARTS_AT_ONCE)
+        self._changed: asyncio.Event | None = None
+
+    @property
+    def hop(self) -> Hop:
+        return self.session.hop
+
+    @property
+    def start(self) -> int:
+        return self.hop.start
+
+    @property
+    def end(self) -> int:
+        return self.hop.end
+
+    @property
+    def idle(self) -> bool:
+        return self.sent == self.answered
+
+    def stand_at(self, position: int) -> None:
+        """The server's cache counts up to `position`."""
+        self.sent = self.answered = position
+        self.wake()
+
+    def wake(self) -> None:
+        """Whoever waits for this leg looks again."""
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
+
+    async def changed(self) -> None:
+        """Wait until something was sent or has come back, or until the leg is replaced."""
+        if self._changed is None:
+            self._changed = asyncio.Event()
+        await self._changed.wait()
+
+    async def compute(self, part: Part) -> torch.Tensor:
+        """Send a part, await its outputs: `[rows, tokens, hidden]` in the dtype of the part's."""
+        session = self.session
+        async with self._places:
+            await session.drain()
+            answer = session.send(
+                part.hidden,
+                position=part.begin,
+                tensors=part.tensors(self.start, self.end),
+                hashes=part.hashes,
+                max_length=part.max_length if part.max_length > session.max_length else 0,
+                request_id=part.request_id,
+            )
+            self.sent = part.end
+            self.wake()
+            output = await answer
+        if output.shape != part.hidden.shape:
+            what = f"{list(output.shape)} for hidden states of {list(part.hidden.shape)}"
+            raise Unreachable(f"server {self.hop} returned {what}", self.hop.peer_id)
+        if not bool(torch.isfinite(output).all()):
+            raise Unreachable(f"server {self.hop} returned what are not finite numbers", self.hop.peer_id)
+        self.answered = part.end
+        self.wake()
+        return output.to(part.hidden.dtype)
+
+
+async def open_legs(
+    remote: RemoteModel,
+    hops: Sequence[Hop],
+    failed: set[str],
+    *,
+    max_length: int,
+    rows: int,
+    prefix: bytes,
+    bid: float,
+    session_id: bytes,
+    on_queue: QueueCallback | None,
+) -> list[Leg]:
+    """Sessions on all servers of a chain, opened at the same time, or none. Adds to `failed` who refused."""
+    opened: dict[Hop, ServerSession] = {}
+
+    async def open_one(hop: Hop) -> None:
+        try:
+            opened[hop] = await ServerSession.open(
+                remote,
+                hop,
+                max_length=max_length,
+                rows=rows,
+                prefix=prefix,
+                bid=bid,
+                session_id=session_id,
+                on_queue=on_queue,
+            )
+        except LilliputError as e:
+            failed.add(hop.peer_id)
+            if isinstance(e, Unreachable):
+                remote.connection.ban(hop.peer_id)
+            raise
+
+    try:
+        for _ in range(_REOPENINGS):
+            # one that was accepted at once may expire while another is still in a queue
+            due = [hop for hop in hops if hop not in opened or opened[hop].broken is not None]
+            if not due:
+                break
+            results = await asyncio.gather(*map(open_one, due), return_exceptions=True)
+            errors = [result for result in results if isinstance(result, BaseException)]
+            if errors:
+                raise errors[0]
+        return [Leg(opened[hop]) for hop in hops]
+    except BaseException:
+        await asyncio.gather(*(session.close() for session in opened.values()))
+        raise
