@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
 from hivemind.moe.server.dht_handler import _get_experts
-from hivemind.utils import get_dht_time
+from hivemind.p2p import P2P
+from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from lilliput.errors import BadRequest
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.signatures import signed_subkey
 
 
 def run_with_three(test: Any) -> None:
@@ -73,20 +79,125 @@ def test_garbage_in_the_dht_is_passed_over() -> None:
     async def test(first: Node, server: Node, client: Node) -> None:
         good = record(server, 0, 12)
         key, until = f"lilliput:1:{good.model}", get_dht_time() + 30
-        garbage = {"a": b"\xff", 7: good.to_bytes(), "c": {"x": 1}, str(first.peer_id): good.to_bytes()}
+        garbage = {
+            "a": b"\xff",
+            7: good.to_bytes(),
+            "c": {"x": 1},
+            str(server.peer_id): good.to_bytes(),
+            signed_subkey(str(first.peer_id)): good.to_bytes(),
+        }
         for later, (subkey, value) in enumerate(garbage.items()):
             await first.dht.store(key, value, until + later, subkey=subkey)
         await first.dht.store("lilliput:1", "not a number", get_dht_time() + 5, subkey=good.model)
         await first.dht.store("lilliput:1", 3, until + 1, subkey=5)
         # bytes that are no value at all, as a hostile peer would store them
-        nearest = await first.dht.find_nearest_nodes([key_id := type(first.dht.node_id).generate(key)])
-        for peer in set(nearest[key_id].values()) - {first.peer_id}:
-            await first.dht.protocol.call_store(peer, [key_id], [b"\xc1\xc1"], until, subkeys=["hostile"])
+        for subkey in ("hostile", signed_subkey("hostile")):
+            await store_raw(first, key, b"\xc1\xc1", until, subkey)
         await directory.announce(server, good)
         assert await asyncio.wait_for(directory.find(client, good.model), 5) == [good]
         assert await directory.models(client) == {good.model: 30}
         await first.dht.store("lilliput:1:scalar", "no dictionary", until)
         assert await directory.find(client, "scalar") == []
+
+    run_with_three(test)
+
+
+async def store_raw(node: Node, key: str, value: bytes, until: float, subkey: str | None = None) -> list[bool]:
+    """Store bytes at all other peers, as a hostile one would; whether they took it, and so in their caches."""
+    key_id = DHTID.generate(key)
+    taken = []
+    nearest = await node.dht.find_nearest_nodes([key_id])
+    for peer in set(nearest[key_id].values()) - {node.peer_id}:
+        for in_cache in (False, True):
+            done = await node.dht.protocol.call_store(
+                peer, [key_id], [value], until, subkeys=[subkey] if subkey else None, in_cache=in_cache
+            )
+            taken += done or [False]
+    return taken
+
+
+@pytest.mark.parametrize("kind", ["Ed25519", "RSA"])
+def test_nobody_writes_in_the_name_of_another_whatever_the_kind_of_its_key(kind: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        if kind == "RSA":
+            P2P.generate_identity(str(tmp_path / "key"))
+        server = await Node.start(identity_path=tmp_path / "key")
+        forger, client = await Node.start(await server.addresses()), await Node.start(await server.addresses())
+        try:
+            good = record(server, 0, 12)
+            assert str(good.peer_id).startswith("Qm" if kind == "RSA" else "12D3")
+            assert await directory.announce(server, good)
+            assert await directory.find(client, good.model) == [good]
+            key, subkey = f"lilliput:1:{good.model}", signed_subkey(good.peer_id)
+
+            # another span, a goodbye: unsigned, signed with another's key, or what the server signed for less time
+            assert not await directory.announce(forger, good.model_copy(update={"end": 30}))
+            assert not await directory.withdraw(forger, good)
+            ((until, signed),) = [
+                (entry.expiration_time, entry.value)
+                for node in (server, forger, client)
+                if (found := node.dht.protocol.storage.get(DHTID.generate(key)))
+                for entry in [found.value.get(subkey)]
+                if entry
+            ][:1]
+            body = MSGPackSerializer.dumps(b"")
+            theirs = forger.signatures.sign_value(
+                DHTRecord(
+                    DHTID.generate(key).to_bytes(),
+                    MSGPackSerializer.dumps(signed_subkey(str(forger.peer_id))),
+                    body,
+                    until + 5,
+                )
+            )
+            for value in (body, theirs, signed, signed[:-1], signed.replace(b'"end":12', b'"end":13')):
+                assert not any(await store_raw(forger, key, value, until + 5, subkey))
+            assert await directory.find(client, good.model) == [good]
+
+            # the same under a key of another model
+            assert not any(await store_raw(forger, "lilliput:1:other", signed, until, subkey))
+
+            # one value in place of all subkeys, before the first record or after it; or hidden behind a cached one
+            await store_raw(forger, key, MSGPackSerializer.dumps("nobody here"), until + 50)
+            await store_raw(forger, key, MSGPackSerializer.dumps(1), until + 50, "nobody here")
+            assert await directory.find(client, good.model) == [good]
+            early = record(server, 0, 12, model="early")
+            await store_raw(forger, "lilliput:1:early", MSGPackSerializer.dumps("nobody here"), until + 50)
+            assert await directory.announce(server, early)
+            assert await directory.find(client, "early") == [early]
+            assert await directory.find(forger, "early") == [early]
+
+            assert await directory.withdraw(server, good)
+            assert await directory.find(client, good.model) == []
+            assert not any(await store_raw(forger, key, signed, until, subkey))
+            assert await directory.find(client, good.model) == []
+        finally:
+            for node in (client, forger, server):
+                await node.stop()
+
+    uvloop.run(main())
+
+
+def test_a_lease_without_end_is_not_believed() -> None:
+    async def test(first: Node, server: Node, client: Node) -> None:
+        endless = record(server, 0, 12)
+        key, subkey = f"lilliput:1:{endless.model}", signed_subkey(endless.peer_id)
+        assert await directory.announce(server, endless, lease_seconds=1e6)  # cut down to what is believed
+        assert await directory.find(client, endless.model) == [endless]
+        assert await server.dht.store(key, endless.to_bytes(), get_dht_time() + 1e6, subkey=subkey)
+        assert await directory.find(client, endless.model) == []
+
+    run_with_three(test)
+
+
+def test_announcing_signing_and_finding_stay_fast() -> None:
+    async def test(first: Node, server: Node, client: Node) -> None:
+        took = []
+        for _ in range(10):
+            begun = time.perf_counter()
+            await directory.announce(server, record(server, 0, 12))
+            assert await directory.find(client, "some/model.v1")
+            took.append(time.perf_counter() - begun)
+        assert min(took) < 0.05
 
     run_with_three(test)
 

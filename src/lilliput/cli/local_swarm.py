@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from lilliput.cli.nursery import Nursery
 from lilliput.errors import LilliputError
+
+if TYPE_CHECKING:
+    from lilliput.cli.bench.network import Link
 
 _START_SECONDS = 180.0
 _STOP_SECONDS = 8.0
@@ -123,6 +126,7 @@ class LocalSwarm:
     The servers end when this process does, however that happens: they watch the pipe to it.
 
     :param options: further arguments of `lilliput serve`
+    :param links: what leads to each server's port, if not everyone is to come there directly
     :param changed: called, in any thread, when a server has come further
     :param nursery: starts the servers, faster than they start by themselves
     """
@@ -133,10 +137,12 @@ class LocalSwarm:
         spans: Sequence[tuple[int, int]],
         *,
         options: Sequence[str] = (),
+        links: Sequence[Link] = (),
         changed: Callable[[LocalServer], None] = lambda server: None,
         nursery: Nursery | None = None,
     ) -> None:
         self.model, self.spans, self.options = model, list(spans), list(options)
+        self.links = list(links)
         self.changed, self.nursery = changed, nursery
         self.servers: list[LocalServer] = []
 
@@ -167,6 +173,9 @@ class LocalSwarm:
         for start, end in spans:
             arguments = ["serve", self.model, "--blocks", f"{start}:{end}", "--host", "127.0.0.1", "--supervised"]
             arguments += [*self.options, *options]
+            if len(self.servers) < len(self.links):
+                link = self.links[len(self.servers)]
+                arguments += ["--port", str(link.target), "--announce", link.address]
             began = time.perf_counter()
             process = self.nursery.spawn(arguments) if self.nursery else _process(arguments)
             started.append(LocalServer(process, (start, end), began, self.changed))

@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, serve, status
+from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, route, serve, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -89,6 +89,7 @@ for _command in (
     api.api,
     generate.generate,
     status.status,
+    route.route,
     drain.drain,
     fetch.fetch,
     bench.bench,

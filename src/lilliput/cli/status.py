@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mode
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,7 +107,7 @@ async def _survey(initial_peers: Sequence[str], wanted: str | None) -> list[Held
     finally:
         await node.stop()
     return [
-        HeldModel(name, models[name] or max((s.model_blocks or s.end for s in servers), default=0), servers)
+        HeldModel(name, mode(s.model_blocks or s.end for s in servers) if servers else models[name], servers)
         for name, servers in zip(names, found, strict=True)
     ]
 

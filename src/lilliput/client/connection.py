@@ -9,19 +9,21 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
-from lilliput.client.route import Hop, find_chain
+from lilliput.client.route import Hop, find_chain, missing_blocks, usable
 from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.round_trips import RoundTrips
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
 from lilliput.wire.protocol import FORWARD_INCREMENTAL
@@ -30,8 +32,10 @@ T = TypeVar("T")
 
 #: look-ups younger than this are used as they are (seconds)
 FRESH_SECONDS = 5.0
-#: older than this they are not used at all, but waited for
-STALE_SECONDS = 30.0
+#: older than this they are not used at all, but waited for: by then a server that lives has announced itself again
+STALE_SECONDS = directory.LEASE_SECONDS * 2 / 3
+#: a route waits so long for the first pings of servers that were never measured, if it needs them (seconds)
+FIRST_PING_SECONDS = 1.0
 #: a peer that failed us is passed over for this long
 BAN_SECONDS = 20.0
 #: so many idle streams are kept for each peer and call
@@ -60,8 +64,13 @@ class Patience:
 
 @dataclass
 class _Lookup:
-    records: list[ServerRecord]
+    announcements: list[directory.Announcement]
     at: float
+
+    @property
+    def records(self) -> list[ServerRecord]:
+        """Of those whose leases have not ended since."""
+        return [announcement.record for announcement in self.announcements if announcement.counts]
 
 
 class Connection:
@@ -73,6 +82,7 @@ class Connection:
         self.closed = False
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
+        self._round_trips: RoundTrips | None = None
         self._banned: dict[str, float] = {}
         self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
@@ -104,30 +114,59 @@ class Connection:
         _retrieve(done)
 
     async def _look_up(self, model: str) -> list[ServerRecord]:
-        records = await directory.find(await self.node(), model)
-        random.shuffle(records)  # so that not all clients choose the same among equals
-        self._lookups[model] = _Lookup(records, time.monotonic())
-        return records
+        announcements = await directory.look_up(await self.node(), model)
+        random.shuffle(announcements)  # so that not all clients choose the same among equals
+        known = self._lookups[model] = _Lookup(announcements, time.monotonic())
+        return known.records
 
     async def prefetch(self, model: str) -> None:
-        """Look a model up, for whoever asks next. Raises nothing."""
+        """Look a model up, and measure the ways to its servers, for whoever asks next. Raises nothing."""
         with contextlib.suppress(LilliputError):
-            await self.records(model)
+            await self.round_trips(await self.records(model), within=0.0)
+
+    async def round_trips(
+        self, records: Sequence[ServerRecord], *, within: float = FIRST_PING_SECONDS
+    ) -> RoundTripTimes:
+        """What is known about the ways to servers. The first pings are waited for, but not for long."""
+        if self._round_trips is None:
+            self._round_trips = RoundTrips(await self.node())
+        await self._round_trips.renew([record.peer_id for record in records if usable(record)], within=within)
+        return self._round_trips.known
 
     async def chain(
-        self, model: str, start: int, end: int, *, fingerprint: str = "", banned: Collection[str] = frozenset()
+        self,
+        model: str,
+        start: int,
+        end: int,
+        *,
+        fingerprint: str = "",
+        banned: Collection[str] = frozenset(),
+        use: Use = SESSION,
+        pushes: bool = False,
     ) -> list[Hop]:
-        """A chain of servers for blocks `[start, end)`. Raises `MissingBlocks`, or `ModelError` for a mix-up."""
+        """A chain of servers for blocks `[start, end)`; `use` and `pushes` as of `find_chain`.
+
+        Raises `MissingBlocks`, or `ModelError` for a mix-up.
+        """
+
+        async def cheapest(records: list[ServerRecord], banned: set[str]) -> list[Hop]:
+            measured = self._round_trips.known if self._round_trips is not None else {}
+            known = [record for record in records if usable(record, banned) and record.peer_id in measured]
+            # who has joined lately is worth waiting for where nobody else would do
+            within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
+            ways = await self.round_trips(records, within=within)
+            return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes)
+
         avoid = self.banned() | set(banned)
         try:
-            return find_chain(_same_model(await self.records(model), fingerprint), start, end, banned=avoid)
+            return await cheapest(_same_model(await self.records(model), fingerprint), avoid)
         except MissingBlocks:
             pass
         # perhaps someone has joined since, and better someone who failed us lately than nobody
         records = _same_model(await self.records(model, fresh=True), fingerprint)
         for passed_over in (avoid, set(banned)):
             try:
-                return find_chain(records, start, end, banned=passed_over)
+                return await cheapest(records, passed_over)
             except MissingBlocks as e:
                 missing = e
         raise MissingBlocks(_explain(missing, model, records), missing.blocks)
@@ -208,6 +247,8 @@ class Connection:
 
     async def close(self) -> None:
         self.closed = True
+        if self._round_trips is not None:
+            self._round_trips.close()
         for channels in self._streams.values():
             for channel in channels:
                 channel.close()

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lilliput.client.connection import Connection, Patience
+from lilliput.client.costs import SESSION, Use
 from lilliput.client.route import Hop
 from lilliput.wire.tensors import check_codec
 
@@ -48,6 +49,16 @@ class RemoteModel:
         parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
         return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
-    async def chain(self, start: int, end: int, *, banned: Collection[str] = frozenset()) -> list[Hop]:
-        """A chain of servers for blocks `[start, end)`. Raises `MissingBlocks`."""
-        return await self.connection.chain(self.name, start, end, fingerprint=self.fingerprint, banned=banned)
+    async def chain(
+        self,
+        start: int,
+        end: int,
+        *,
+        banned: Collection[str] = frozenset(),
+        use: Use = SESSION,
+        pushes: bool = False,
+    ) -> list[Hop]:
+        """A chain of servers for blocks `[start, end)`; parameters as of `route.find_chain`. Raises `MissingBlocks`."""
+        return await self.connection.chain(
+            self.name, start, end, fingerprint=self.fingerprint, banned=banned, use=use, pushes=pushes
+        )

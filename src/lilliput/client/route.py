@@ -1,4 +1,4 @@
-"""Which servers a client walks through: a pure function of their records."""
+"""Which servers a client walks through: a pure function of their records and of measured round trips."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from lilliput.client.costs import (
+    SESSION,
+    RoundTripTimes,
+    Use,
+    between,
+    block_seconds,
+    client_round_trips,
+    entry_seconds,
+)
 from lilliput.errors import MissingBlocks
-from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.records import MOST_FOLLOWERS, ServerRecord
 
-#: assumed for a server that has not measured itself yet
-_UNKNOWN_BLOCK_SECONDS = 0.005
-#: each session that runs there already slows ours by this share
-_SHARING = 0.1
-#: of each session that waits in front of us
-_QUEUE_SECONDS = 1.0
-#: of a server with no free cache at all; grows evenly towards it
-_FULL_SECONDS = 0.05
-#: one hop more is never worth it: the network between two peers has not been measured
-_HOP_SECONDS = 1e4
+#: where servers push to each other, only so many of the cheapest ways to each block are followed up
+_MOST_SOURCES = 64
+_CLIENT = -1
+
+Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -38,76 +44,172 @@ class Hop:
         return f"{self.peer_id[-8:]} ({self.start}:{self.end})"
 
 
+@dataclass(frozen=True)
+class Leg:
+    """What a hop is expected to take of each step, in seconds.
+
+    :ivar network: to the server and back; where servers push, the way to it from the server before it (or the client)
+    :ivar compute: of its blocks
+    """
+
+    hop: Hop
+    network: float
+    compute: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a chain is expected to take of each step, in seconds.
+
+    :ivar back: the way from the last server to the client, where servers push
+    """
+
+    legs: list[Leg]
+    back: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(leg.network + leg.compute for leg in self.legs) + self.back
+
+
 def usable(record: ServerRecord, banned: Collection[str] = frozenset()) -> bool:
     """Whether new work may be sent to this server."""
     return record.state == "serving" and record.peer_id not in banned
 
 
-def costs(record: ServerRecord) -> tuple[float, float]:
-    """What a step of one token through a server costs: seconds once, and seconds for each block."""
-    blocks = record.end - record.start
-    if record.step_ms is not None:
-        per_block = record.step_ms / 1000 / blocks
-    elif record.tokens_per_second:
-        per_block = 1 / record.tokens_per_second / blocks
-    else:
-        per_block = _UNKNOWN_BLOCK_SECONDS
-    per_block *= 1 + _SHARING * record.sessions
-    used = 1 - min(record.cache_tokens_free / record.cache_tokens, 1.0) if record.cache_tokens else 0.0
-    return _HOP_SECONDS + _QUEUE_SECONDS * record.queue_length + _FULL_SECONDS * used, per_block
-
-
 def find_chain(
-    records: Sequence[ServerRecord], start: int, end: int, *, banned: Collection[str] = frozenset()
+    records: Sequence[ServerRecord],
+    start: int,
+    end: int,
+    *,
+    banned: Collection[str] = frozenset(),
+    round_trips: RoundTripTimes | None = None,
+    use: Use = SESSION,
+    pushes: bool = False,
 ) -> list[Hop]:
-    """The cheapest chain of servers for blocks `[start, end)`: fewest hops, then lowest `costs`.
+    """The cheapest chain of servers for blocks `[start, end)`; the one with fewest hops among equals.
 
     Spans may overlap: 0:12 and 8:30 make a chain 0:12, 12:30 or 0:8, 8:30. Servers that are not serving, and peers in
-    `banned`, are passed over. Raises `MissingBlocks` naming the spans that nobody holds.
+    `banned`, are passed over.
+
+    :param round_trips: from this client to the servers, as far as they were measured
+    :param use: what counts how much
+    :param pushes: servers send what they computed straight to the next one; without, everything returns to the client
+
+    Raises `MissingBlocks` naming the spans that nobody holds.
     """
     if not start < end:
         raise ValueError(f"an empty run of blocks: {start}:{end}")
     candidates = [r for r in records if usable(r, banned) and r.start < end and r.end > start]
     _check_covered(candidates, start, end)
-    starts = np.array([r.start for r in candidates])
-    ends = np.minimum([r.end for r in candidates], end)
-    once, per_block = np.array([costs(r) for r in candidates]).T
+    starts, ends = np.array([(r.start, r.end) for r in candidates]).T
+    once = np.array([entry_seconds(r) for r in candidates])
+    per_block = np.array([block_seconds(r, use) for r in candidates])
+    legs = (_Pushed if pushes else _ThroughClient)(candidates, round_trips or {}, use)
 
-    # best[b]: the cheapest way to have computed blocks [start, b); via[b]: its last leg (where from, by whom)
-    best = np.full(end + 1, np.inf)
-    best[start] = 0.0
-    via_block, via_record = np.zeros(end + 1, int), np.zeros(end + 1, int)
+    # inside[i]: the cheapest way to have computed all blocks so far, the last one on server i; came[b, i]: who had
+    # computed the block before, the server itself if it was there already
+    inside = np.full(len(candidates), np.inf)
+    came = np.full((end - start, len(candidates)), _CLIENT)
     for block in range(start, end):
-        if not np.isfinite(best[block]):
-            continue
         (here,) = np.nonzero((starts <= block) & (ends > block))
-        stops = np.arange(block + 1, int(ends[here].max()) + 1)
-        legs = best[block] + once[here, None] + per_block[here, None] * (stops - block)
-        legs[ends[here, None] < stops] = np.inf
-        cheapest = legs.argmin(axis=0)
-        legs_min = legs[cheapest, np.arange(len(stops))]
-        better = legs_min < best[stops]
-        best[stops[better]] = legs_min[better]
-        via_block[stops[better]] = block
-        via_record[stops[better]] = here[cheapest[better]]
+        before, origin = legs.into(inside, here) if block > start else (legs.first[here], np.full(len(here), _CLIENT))
+        entering, staying = before + once[here], inside[here]
+        enters = entering < staying
+        came[block - start, here] = np.where(enters, origin, here)
+        inside = np.full(len(candidates), np.inf)
+        inside[here] = np.where(enters, entering, staying) + per_block[here]
 
     chain: list[Hop] = []
-    at = end
-    while at > start:
-        chain.append(Hop(candidates[via_record[at]], int(via_block[at]), at))
-        at = int(via_block[at])
+    at, until = int((inside + legs.back).argmin()), end
+    for block in range(end - 1, start - 1, -1):
+        if (previous := int(came[block - start, at])) != at:
+            chain.append(Hop(candidates[at], block, until))
+            at, until = previous, block
     return chain[::-1]
 
 
-def _check_covered(records: Sequence[ServerRecord], start: int, end: int) -> None:
+def estimate(
+    chain: Sequence[Hop],
+    *,
+    round_trips: RoundTripTimes | None = None,
+    use: Use = SESSION,
+    pushes: bool = False,
+) -> Estimate:
+    """What each hop of a chain is expected to take. Parameters as of `find_chain`."""
+    away = client_round_trips([hop.record for hop in chain], round_trips or {})
+    legs = []
+    for number, hop in enumerate(chain):
+        network = away[number]
+        if pushes:
+            if number:
+                network = between(chain[number - 1].record, hop.record, away[number - 1], network)
+            network /= 2
+        compute = block_seconds(hop.record, use) * (hop.end - hop.start)
+        legs.append(Leg(hop, use.network * network, compute))
+    return Estimate(legs, use.network * away[-1] / 2 if pushes else 0.0)
+
+
+class _ThroughClient:
+    """Everything returns to the client: a server is as far as it is from there, wherever one comes from."""
+
+    def __init__(self, records: Sequence[ServerRecord], round_trips: RoundTripTimes, use: Use) -> None:
+        self.first: Floats = use.network * np.array(client_round_trips(records, round_trips))
+        self.back: Floats = np.zeros(len(records))
+
+    def into(self, inside: Floats, here: Indices) -> tuple[Floats, Indices]:
+        """What it costs to have come to each server of `here`, and from which server."""
+        best = inside.argmin()
+        return inside[best] + self.first[here], np.full(len(here), best)
+
+
+class _Pushed:
+    """Servers send what they computed straight to the next one, and the last one to the client."""
+
+    def __init__(self, records: Sequence[ServerRecord], round_trips: RoundTripTimes, use: Use) -> None:
+        self.first: Floats = use.network / 2 * np.array(client_round_trips(records, round_trips))
+        self.back = self.first
+        # one row a server: the servers that could follow it, and how far they are
+        numbers = {record.peer_id: number for number, record in enumerate(records)}
+        counts = np.array([len(record.followers) for record in records])
+        flat = [follower for record in records for follower in record.followers]
+        places = np.repeat(np.arange(len(records)), counts), np.concatenate([np.arange(count) for count in counts])
+        self._following = np.full((len(records), MOST_FOLLOWERS), -1)
+        self._away = np.zeros((len(records), MOST_FOLLOWERS))
+        self._following[places] = [numbers.get(peer, -1) for peer, _ in flat]
+        self._away[places] = [milliseconds for _, milliseconds in flat]
+        self._away *= use.network / 2000
+
+    def into(self, inside: Floats, here: Indices) -> tuple[Floats, Indices]:
+        """What it costs to have come to each server of `here`, and from which server."""
+        (sources,) = np.nonzero(np.isfinite(inside))
+        if len(sources) > _MOST_SOURCES:
+            sources = sources[inside[sources].argpartition(_MOST_SOURCES)[:_MOST_SOURCES]]
+        ways = np.maximum(self.first[sources, None], self.first[here])  # see `costs.between`
+        column = np.full(len(inside) + 1, -1)
+        column[here] = np.arange(len(here))
+        columns = column[self._following[sources]]
+        rows, places = np.nonzero(columns >= 0)
+        ways[rows, columns[rows, places]] = self._away[sources[rows], places]
+        ways += inside[sources, None]
+        best = ways.argmin(axis=0)
+        return ways[best, np.arange(len(here))], sources[best]
+
+
+def missing_blocks(records: Sequence[ServerRecord], start: int, end: int) -> list[tuple[int, int]]:
+    """The runs of blocks in `[start, end)` that none of these servers holds."""
     missing: list[tuple[int, int]] = []
     at = start
-    for span_start, span_end in sorted((r.start, r.end) for r in records):
+    for span_start, span_end in sorted((r.start, r.end) for r in records if r.start < end and r.end > start):
         if span_start > at:
             missing.append((at, span_start))
         at = max(at, span_end)
     if at < end:
         missing.append((at, end))
-    if missing:
+    return missing
+
+
+def _check_covered(records: Sequence[ServerRecord], start: int, end: int) -> None:
+    if missing := missing_blocks(records, start, end):
         spans = ", ".join(f"{a}:{b}" for a, b in missing)
         raise MissingBlocks(f"no server holds blocks {spans}", tuple(missing))

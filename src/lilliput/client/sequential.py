@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lilliput.client.connection import Patience, SharedConnection
+from lilliput.client.costs import PASSES
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.errors import BadRequest, LilliputError, MissingBlocks, Unreachable
@@ -102,7 +103,7 @@ class _Pass:
 
     async def _chain(self, start: int, end: int) -> list[Hop]:
         try:
-            return await self._remote.chain(start, end, banned=self._banned)
+            return await self._remote.chain(start, end, banned=self._banned, use=PASSES)
         except MissingBlocks as e:
             raise self._last_error or e from None
 

@@ -32,11 +32,14 @@ from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
 from lilliput.server.client_stream import ClientStream
+from lilliput.server.followers import Followers
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.service import Service
 from lilliput.swarm import directory
+from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.round_trips import answer_pings
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel
 from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
@@ -163,7 +166,7 @@ class Server(hivemind.moe.Server):
     def run(self) -> None:
         """Serve in this thread until `shutdown`. Errors of the start are raised by `run_in_background`."""
         try:
-            with asyncio.Runner(loop_factory=_new_loop) as runner:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 runner.run(self._main())
         except BaseException as e:
             self._failure = e
@@ -245,6 +248,8 @@ class Server(hivemind.moe.Server):
             stack.callback(service.engine.stop)
             self.service = service
             await self._serve(node, service)
+            self._followers = Followers(node, service.model, self.blocks[1])
+            stack.callback(asyncio.ensure_future(self._followers.watch(self.options.lease_seconds / 3)).cancel)
             record = await self._announce(node, service)
             announcing = asyncio.ensure_future(self._keep_announcing(node, service))
             stack.callback(announcing.cancel)
@@ -309,6 +314,7 @@ class Server(hivemind.moe.Server):
         await node.serve(protocol.FORWARD_INCREMENTAL, session)
         await node.serve(protocol.FORWARD, passes("forward"))
         await node.serve(protocol.BACKWARD, passes("backward"))
+        await node.serve(protocol.PING, answer_pings)
         await ConnectionHandler(service).add_p2p_handlers(node.p2p)
         self.addresses = tuple(await node.addresses())
         self.dht = _Peer(node.peer_id, self.addresses)
@@ -350,6 +356,7 @@ class Server(hivemind.moe.Server):
             tokens_per_second=rates.session_tokens_per_second or None,
             prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
             step_ms=rates.decode_round_seconds * 1e3 or None,
+            followers=self._followers.nearest,
             version=lilliput.__version__,
             started_at=self._started_at,
             addresses=self.addresses,
@@ -380,15 +387,6 @@ class Server(hivemind.moe.Server):
         await asyncio.wait(told, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
         logger.info("leaving; since the start: %s", service.engine.counters)
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-
-        return uvloop.new_event_loop()
-    except ImportError:  # not to be had on every system
-        return asyncio.new_event_loop()
 
 
 async def _stop_node(starting: asyncio.Future[Node]) -> None:

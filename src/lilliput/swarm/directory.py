@@ -1,25 +1,27 @@
 """Where servers leave their records and clients find them: one DHT key per model, one subkey per server.
 
-    lilliput:1:<model>   subkey: the server's peer id   value: its `ServerRecord`
-    lilliput:1           subkey: the model's name       value: how many blocks it has
+    lilliput:1:<model>   subkey: signed:<the server's peer id>   value: its `ServerRecord`
+    lilliput:1           subkey: the model's name                value: how many blocks it has
 
 A record counts until its lease ends, unless it is announced again. A server that leaves overwrites its record with an
-empty one, which outlives it. Records are not signed yet: where they will be, the node's `record_validator` checks them,
-and the subkey carries the public key.
+empty one, which outlives it. Both are signed with the key from which the server's peer id follows, and every node
+refuses what is not (see `signatures`): nobody can announce a server, change what it says or take it away but itself.
+What a server says about itself is its own affair. The list of models is a hint that anyone may write.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Any
 
-from hivemind.dht import DHTNode
 from hivemind.moe.expert_uid import FLAT_EXPERT, UID_DELIMITER, is_valid_uid
 from hivemind.utils import get_dht_time
 
 from lilliput.errors import BadRequest, Unreachable
 from lilliput.swarm.node import Node
-from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.records import MOST_BLOCKS, ServerRecord
+from lilliput.swarm.signatures import owner_of, signed_subkey
 
 #: how long an announcement counts (seconds); announce again at a third of it
 LEASE_SECONDS = 15.0
@@ -27,41 +29,63 @@ FIND_SECONDS = 10.0
 
 _REGISTRY = "lilliput:1"
 _GONE = b""
+#: no lease is longer (seconds): its server would be found long after it died
+MOST_LEASE_SECONDS = 60.0
+#: clocks that differ by so much are put up with (seconds)
+_CLOCKS_SECONDS = 30.0
 #: a later expiration wins, and clocks and floats are what they are
 _MARGIN_SECONDS = 1e-3
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """A record, and when its lease ends (seconds since the epoch)."""
+
+    record: ServerRecord
+    lease_end: float
+
+    @property
+    def counts(self) -> bool:
+        """Whether the server has announced itself lately; one that was killed has not."""
+        return 0 < self.lease_end - float(get_dht_time()) < MOST_LEASE_SECONDS + _CLOCKS_SECONDS
+
+
 async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
-    """Tell the swarm about a server, or that it still lives. False if no peer kept the record."""
-    subkey = record.peer_id
+    """Tell the swarm about this node's server, or that it still lives. False if no peer kept the record."""
     entries: list[tuple[str, str, Any]] = [
-        (_key(record.model), subkey, record.to_bytes()),
+        (_key(record.model), signed_subkey(record.peer_id), record.to_bytes()),
         (_REGISTRY, record.model, record.model_blocks),
     ]
-    return await _store(node, entries, lease_seconds)
+    kept = await _store(node, entries, min(lease_seconds, MOST_LEASE_SECONDS))
+    return kept[0]  # whose word on the model is the latest does not matter
 
 
 async def withdraw(node: Node, record: ServerRecord) -> bool:
     """Say goodbye: nobody who looks from now on finds the server."""
-    return await _store(node, [(_key(record.model), record.peer_id, _GONE)], 0.0)
+    return all(await _store(node, [(_key(record.model), signed_subkey(record.peer_id), _GONE)], 0.0))
 
 
 async def find(node: Node, model: str) -> list[ServerRecord]:
     """All servers of a model that have announced themselves, in the order of their blocks."""
-    records = []
-    for subkey, value in (await _latest(node.dht, _key(model))).items():
+    return [announcement.record for announcement in await look_up(node, model)]
+
+
+async def look_up(node: Node, model: str) -> list[Announcement]:
+    """What `find` finds, with the ends of the leases: for those who keep it."""
+    found = []
+    for subkey, (value, lease_end) in (await _latest(node, _key(model))).items():
         record = ServerRecord.from_bytes(value)
-        if record is not None and record.peer_id == subkey and record.model == model:
-            records.append(record)
-    return sorted(records, key=lambda r: (r.start, r.end, r.peer_id))
+        if record is not None and record.peer_id == owner_of(subkey) and record.model == model:
+            found.append(Announcement(record, lease_end))
+    return sorted((a for a in found if a.counts), key=lambda a: (a.record.start, a.record.end, a.record.peer_id))
 
 
 async def models(node: Node) -> dict[str, int]:
-    """The models that were announced lately, with how many blocks each has (0 if unknown)."""
-    found = await _latest(node.dht, _REGISTRY)
+    """The models that were announced lately, and how many blocks each has (0 if unknown): hints, which nobody signs."""
+    found = await _latest(node, _REGISTRY)
     return {
-        name: blocks if isinstance(blocks, int) and blocks >= 0 else 0
-        for name, blocks in sorted(found.items(), key=lambda item: str(item[0]))
+        name: blocks if isinstance(blocks, int) and 0 <= blocks <= MOST_BLOCKS else 0
+        for name, (blocks, _) in sorted(found.items(), key=lambda item: str(item[0]))
         if isinstance(name, str)
     }
 
@@ -81,14 +105,15 @@ async def declare_uids(
         uid = f"{prefix}{UID_DELIMITER}{index}"
         entries.append((uid, None, me))
         entries.append((f"{uid}{UID_DELIMITER}", FLAT_EXPERT, (uid, me)))
-    return await _store(node, entries, lease_seconds)
+    return all(await _store(node, entries, lease_seconds))
 
 
 def _key(model: str) -> str:
     return f"{_REGISTRY}:{model}"
 
 
-async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> bool:
+async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> list[bool]:
+    """Which of the entries were kept."""
     now = float(get_dht_time())
     ends = []
     for key, subkey, _ in entries:
@@ -97,16 +122,20 @@ async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds:
         ends.append(end)
     keys, subkeys, values = (list(column) for column in zip(*entries, strict=True))
     stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys)
-    return all(stored.values())
+    return [bool(stored[key if subkey is None else (key, subkey)]) for key, subkey, _ in entries]
 
 
-async def _latest(dht: DHTNode, key: str) -> dict[Any, Any]:
-    """Subkeys and their values, asked from the network (the local cache would go on showing who has left)."""
+async def _latest(node: Node, key: str) -> dict[Any, tuple[Any, float]]:
+    """Subkeys, their values and when those end.
+
+    Asked from the network: the local cache would go on showing who has left.
+    """
+    node.signatures.expect_dictionary(node.dht, key)
     try:
         async with asyncio.timeout(FIND_SECONDS):
-            found = await dht.get(key, latest=True)
+            found = await node.dht.get(key, latest=True)
     except TimeoutError as e:
         raise Unreachable(f"no peer answered within {FIND_SECONDS:.0f} s what it knows of {key!r}") from e
     if found is None or not isinstance(found.value, dict):
         return {}
-    return {subkey: entry.value for subkey, entry in found.value.items()}
+    return {subkey: (entry.value, float(entry.expiration_time)) for subkey, entry in found.value.items()}

@@ -13,8 +13,9 @@ import fcntl
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from hivemind.dht import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
@@ -22,6 +23,8 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from lilliput.errors import BadRequest, LilliputError, SwarmError, Unreachable
+from lilliput.swarm.identity import Identity
+from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.wire.channel import Channel
 
@@ -57,15 +60,16 @@ class Node:
     Attributes:
         p2p: hivemind's handle of the daemon
         dht: hivemind's DHT node
+        signatures: what signs and checks DHT entries
         peer_id: this peer's id
         lease_ends: until when each of this node's DHT entries was last announced (see `directory`)
     """
 
-    def __init__(self, p2p: P2P, dht: DHTNode, identity_lock: IO[bytes] | None = None) -> None:
-        self.p2p, self.dht = p2p, dht
+    def __init__(self, p2p: P2P, dht: DHTNode, signatures: Signatures, identity_file: IO[bytes]) -> None:
+        self.p2p, self.dht, self.signatures = p2p, dht, signatures
         self.peer_id: PeerID = p2p.peer_id
         self.lease_ends: dict[tuple[str, str], float] = {}
-        self._identity_lock = identity_lock
+        self._identity_file = identity_file
         self._handlers: set[asyncio.Task[Any]] = set()
         self._stopped = False
 
@@ -80,7 +84,6 @@ class Node:
         client_mode: bool = False,
         nat: bool = False,
         startup_timeout: float = STARTUP_SECONDS,
-        record_validator: Any = None,
     ) -> Node:
         """Start a daemon and join the swarm.
 
@@ -91,7 +94,6 @@ class Node:
         :param client_mode: take part in the DHT without storing anything for others
         :param nat: ask the gateway to map the port, find relays, and probe whether we are reachable
         :param startup_timeout: seconds that one try to start the daemon may take
-        :param record_validator: hivemind's `RecordValidatorBase` for signed DHT records
 
         Raises `BadRequest` for addresses that make no sense or a port in use, `Unreachable` if no initial peer
         answers, `SwarmError` if the daemon does not start.
@@ -102,13 +104,14 @@ class Node:
             host_maddrs = LOOPBACK
         hosts = [str(_checked(address)) for address in host_maddrs or ()]
         _check_ports_free(hosts)
-        identity_lock = _lock_identity(identity_path) if identity_path is not None else None
+        identity, identity_file = _take_identity(identity_path)
+        signatures = Signatures(identity)
         options: dict[str, Any] = {
             "initial_peers": initial_peers or None,
             "host_maddrs": hosts or None,
             "announce_maddrs": announce or None,
             "no_listen": not hosts,
-            "identity_path": None if identity_path is None else os.fspath(identity_path),
+            "identity_path": identity_file.name,
             "check_if_identity_free": False,  # it would start a second daemon; the lock tells on this machine
             "dht_mode": "client" if client_mode else "server",
             "auto_nat": nat,
@@ -124,20 +127,25 @@ class Node:
                 p2p=p2p,
                 initial_peers=initial_peers or None,
                 client_mode=client_mode,
-                record_validator=record_validator,
+                record_validator=signatures,
                 bootstrap_timeout=OPEN_SECONDS,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
             )
         except BaseException as e:
             if p2p is not None:
                 await p2p.shutdown()
-            if identity_lock is not None:
-                identity_lock.close()
+            identity_file.close()
             if isinstance(e, RuntimeError) and "bootstrap failed" in str(e):
                 raise _nobody_answers(initial_peers) from e
             raise
         dht.protocol.serializer = _TolerantSerializer
+        signatures.guard(dht)
         remove_stale_sockets()
-        return cls(p2p, dht, identity_lock)
+        if identity_path is None:
+            identity_file.close()  # and so it is gone; the daemon has read it
+        return cls(p2p, dht, signatures, identity_file)
 
     async def addresses(self) -> list[str]:
         """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
@@ -200,8 +208,7 @@ class Node:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self.p2p.shutdown()
-        if self._identity_lock is not None:
-            self._identity_lock.close()
+        self._identity_file.close()
 
 
 async def _start_daemon(options: dict[str, Any]) -> P2P:
@@ -295,21 +302,31 @@ def _check_ports_free(host_maddrs: Sequence[str]) -> None:
                 raise BadRequest(f"{text}: port {port} {why}") from e
 
 
-def _lock_identity(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Take an identity file for this process alone: two peers with one id break each other's connections."""
+def _take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[bytes]]:
+    """An identity, and the file in which the daemon finds it.
+
+    A file that is given is taken for this process alone: two peers with one id break each other's connections.
+    """
+    if path is None:
+        identity, passing = Identity.generate(), tempfile.NamedTemporaryFile(prefix="lilliput-key-")  # noqa: SIM115
+        passing.write(identity.to_bytes())
+        passing.flush()
+        return identity, cast(IO[bytes], passing)
     name = os.fspath(path)
     try:
         if not os.path.exists(name):
-            P2P.generate_identity(name)
+            Identity.generate().write(name)
         file = open(name, "rb")  # noqa: SIM115 (held as long as the node lives)
-        PeerID.from_identity(file.read())
     except OSError as e:
         raise BadRequest(f"cannot use the identity file {name}: {e.strerror or e}") from e
-    except Exception as e:
+    try:
+        identity = Identity.from_bytes(file.read())
+    except (OSError, ValueError) as e:
+        file.close()
         raise BadRequest(f"{name} is not an identity file") from e
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         file.close()
         raise BadRequest(f"the identity {name} is in use by another process") from e
-    return file
+    return identity, file

@@ -11,11 +11,16 @@ log = logging.getLogger(__name__)
 
 State = Literal["joining", "serving", "draining"]
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
+#: how deep models are; what a stranger says may decide how much is allocated
+MOST_BLOCKS = 1 << 16
+Block = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(max_length=256)]
 
 #: a record larger than this is not read
 MAX_RECORD_BYTES = 16 << 10
+#: servers whose distance a record tells
+MOST_FOLLOWERS = 16
 
 
 class ServerRecord(BaseModel):
@@ -31,10 +36,10 @@ class ServerRecord(BaseModel):
     #: identifies the weights: servers of one model with different fingerprints must not be mixed
     fingerprint: Name = ""
     #: blocks of the whole model
-    model_blocks: Count = 0
+    model_blocks: Block = 0
     #: the server holds blocks `[start, end)`
-    start: Count
-    end: Count
+    start: Block
+    end: Block
     state: State = "serving"
     dtype: Name = ""
     #: tokens per row that a session may ask for
@@ -51,6 +56,8 @@ class ServerRecord(BaseModel):
     prefill_tokens_per_second: Rate | None = None
     #: milliseconds that one step of one token takes through the whole span
     step_ms: Rate | None = None
+    #: the nearest servers that could follow this one in a chain: peer ids, and milliseconds to them and back
+    followers: Annotated[tuple[tuple[Name, Rate], ...], Field(max_length=MOST_FOLLOWERS)] = ()
     adapters: tuple[Name, ...] = ()
     version: Name = ""
     #: seconds since the epoch

@@ -8,3 +8,5 @@ FORWARD_INCREMENTAL = "lilliput.rpc_forward_incremental"
 FORWARD = "lilliput.rpc_forward"
 #: Backward -> Output, repeated likewise
 BACKWARD = "lilliput.rpc_backward"
+#: Ping -> Pong, repeated: how long the way to a server and back takes
+PING = "lilliput.rpc_ping"

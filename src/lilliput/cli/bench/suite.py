@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from lilliput.cli.bench import wide_area
 from lilliput.cli.bench.recovery import recovery
 from lilliput.cli.bench.reference import Reference
 from lilliput.cli.bench.report import Figure, Report
@@ -68,6 +69,10 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     if wanted("a hop"):
         _say("what a hop adds")
         report.add(_hop(rounds))
+    if wanted("wide-area"):
+        _say("a wide-area network")
+        codec = _codec(report.dtype)
+        report.figures.extend(wide_area.measure(report.model, blocks, min(rounds, 3), dtype=report.dtype, codec=codec))
 
 
 @contextlib.contextmanager

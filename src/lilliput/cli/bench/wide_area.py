@@ -1,0 +1,94 @@
+"""One stream over servers that are far away: what comes of it, and what the distances allow."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lilliput.cli.bench.network import Link, Network
+from lilliput.cli.bench.report import Figure
+from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.client.model import AutoDistributedModelForCausalLM
+from lilliput.client.session import InferenceSession
+
+#: seconds, one way, from the client to each server. The servers lie on one line with it: between two of them lies the
+#: difference.
+_AWAY = (0.005, 0.025, 0.05)
+_PROMPT_TOKENS = 16
+_NEW_TOKENS = 24
+
+
+def measure(model: str, blocks: int, rounds: int, *, dtype: str, codec: str) -> list[Figure]:
+    """Tokens a second, measured and as the sum of all legs and the servers' own time allows."""
+    edges = [blocks * i // len(_AWAY) for i in range(len(_AWAY) + 1)]
+    away = ", ".join(f"{delay * 1e3:.0f}" for delay in _AWAY)
+    # whoever lets servers push adds a stream that does, beside the one that goes over the client
+    stream = Figure("wide-area, one stream", "tokens/s", note=f"servers {away} ms away, one way")
+    star = Figure("wide-area, bound over the client", "tokens/s", note="1 / (there and back to each, compute)")
+    pushed = Figure("wide-area, bound if servers push", "tokens/s", note="1 / (legs of the chain, compute)")
+    with (
+        _links() as links,
+        LocalSwarm(model, list(itertools.pairwise(edges)), options=["--dtype", dtype], links=links) as swarm,
+    ):
+        distributed = AutoDistributedModelForCausalLM.from_pretrained(
+            model, initial_peers=swarm.initial_peers, dtype=dtype, codec=codec
+        )
+        try:
+            for number in range(rounds + 1):
+                took, compute = _seconds_a_token(distributed, number)
+                if number:  # the first round warms up
+                    stream.values.append(1 / took)
+                    star.values.append(1 / (2 * sum(_AWAY) + compute))
+                    pushed.values.append(1 / (2 * _AWAY[-1] + compute))
+        finally:
+            distributed.close()
+    return [stream, star, pushed]
+
+
+@contextlib.contextmanager
+def _links() -> Iterator[list[Link]]:
+    with Network() as network:
+        links = [network.link(delay=delay) for delay in _AWAY]
+        for one, other in itertools.combinations(links, 2):
+            network.set_between(one, other, abs(one.delay - other.delay))
+        yield links
+
+
+def _seconds_a_token(model: Any, seed: int) -> tuple[float, float]:
+    """Of a stream of tokens: from one to the next, and the servers' share of it. Medians."""
+    ids = torch.randint(10, 100, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
+    with model.inference_session(max_length=_PROMPT_TOKENS + _NEW_TOKENS) as session:
+        clock = _Clock(session)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=_NEW_TOKENS,
+            min_new_tokens=_NEW_TOKENS,
+            do_sample=False,
+            streamer=clock,
+        )
+    steps = [(end - begin, computed - before) for (begin, before), (end, computed) in itertools.pairwise(clock.ticks)]
+    took, compute = (statistics.median(column) for column in zip(*steps, strict=True))
+    return took, compute
+
+
+class _Clock:
+    """A transformers streamer: when each token came, and how long the servers had taken by then, in seconds."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.ticks: list[tuple[float, float]] = []
+        self._session = session
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.dim() < 2:  # else it is the prompt
+            servers = sum(hop.compute_ms + hop.queued_ms for hop in self._session.stats) / 1e3
+            self.ticks.append((time.perf_counter(), servers))
+
+    def end(self) -> None:
+        """Nothing more comes."""

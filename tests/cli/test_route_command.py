@@ -1,0 +1,178 @@
+"""`lilliput route`, and what routes are worth, over an emulated wide-area network of real servers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from terminal import Terminal, invoke
+
+from lilliput.cli.bench.network import Link, Network
+from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.cli.nursery import Nursery
+from lilliput.client.connection import SharedConnection
+from lilliput.client.remote import RemoteModel
+from lilliput.client.route import estimate
+from lilliput.client.trial import time_chain
+from lilliput.errors import MissingBlocks
+from lilliput.models.sources import ModelFiles, resolve
+from lilliput.swarm import directory
+from lilliput.swarm.node import Node
+from lilliput.swarm.round_trips import answer_pings
+from lilliput.wire.protocol import PING
+
+#: seconds, one way; the last two servers hold the same blocks
+AWAY = (0.005, 0.05, 0.025, 0.09)
+SPANS = [(0, 2), (2, 4), (4, 6), (4, 6)]
+WIDTH = 64
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network() as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def links(network: Network) -> list[Link]:
+    links = [network.link(delay=delay) for delay in AWAY]
+    for one, other in itertools.combinations(links, 2):
+        network.set_between(one, other, abs(one.delay - other.delay))
+    return links
+
+
+@pytest.fixture(scope="module")
+def wide(tiny_llama: Path, nursery: Nursery, links: list[Link]) -> Iterator[LocalSwarm]:
+    """Servers that are far from us."""
+    with LocalSwarm(str(tiny_llama), SPANS, options=["--dtype", "float32"], links=links, nursery=nursery) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def files(tiny_llama: Path) -> ModelFiles:
+    return resolve(str(tiny_llama))
+
+
+@pytest.fixture(scope="module")
+def shared(wide: LocalSwarm) -> Iterator[SharedConnection]:
+    shared = SharedConnection.to(wide.initial_peers)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="module")
+def remote(shared: SharedConnection, files: ModelFiles) -> RemoteModel:
+    return RemoteModel(shared.connection, files.name, 6, files.fingerprint)
+
+
+def test_a_route_takes_the_nearer_servers_and_what_was_predicted(
+    wide: LocalSwarm, shared: SharedConnection, remote: RemoteModel
+) -> None:
+    records = shared.run(shared.connection.records(remote.name))
+    shared.run(shared.connection.round_trips(records, within=10))
+    chain = shared.run(remote.chain(0, 6))
+    assert [hop.peer_id for hop in chain] == [server.peer_id for server in wide.servers[:3]]
+    measured = shared.run(shared.connection.round_trips([hop.record for hop in chain]))
+    expected = estimate(chain, round_trips=measured)
+    assert expected.total > 0.16
+    timing = shared.run(time_chain(remote, chain, WIDTH))
+    assert 0.75 < expected.total / timing.total < 1.25
+    for hop, leg in zip(chain, expected.legs, strict=True):
+        alone = shared.run(time_chain(remote, [hop], WIDTH))
+        assert leg.network / alone.network == pytest.approx(1, abs=0.25) or abs(leg.network - alone.network) < 0.01
+
+
+def test_all_that_goes_to_a_server_goes_over_its_link(shared: SharedConnection, links: list[Link]) -> None:
+    assert all(link.accepted for link in links)
+
+
+def test_servers_announce_how_far_those_are_that_could_follow_them(
+    wide: LocalSwarm, shared: SharedConnection, remote: RemoteModel
+) -> None:
+    first, second, third, fourth = (server.peer_id for server in wide.servers)
+    wanted = {first: {second: 90}, second: {third: 50, fourth: 80}, third: {}, fourth: {}}
+    deadline = time.monotonic() + 30
+    while True:
+        records = shared.run(shared.connection.records(remote.name, fresh=True))
+        told = {record.peer_id: dict(record.followers) for record in records}
+        if {peer: set(followers) for peer, followers in told.items()} == {p: set(f) for p, f in wanted.items()}:
+            break
+        assert time.monotonic() < deadline, told
+        time.sleep(0.5)
+    for peer, followers in wanted.items():
+        for follower, milliseconds in followers.items():
+            assert milliseconds <= told[peer][follower] < milliseconds + 40
+    chain = shared.run(remote.chain(0, 6, pushes=True))
+    assert [hop.peer_id for hop in chain] == [first, second, third]
+
+
+def test_the_command_shows_each_leg_beside_what_was_measured(wide: LocalSwarm, tiny_llama: Path) -> None:
+    arguments = ["route", str(tiny_llama), "--initial-peers", wide.initial_peers[0]]
+    with Terminal(*arguments, columns=80) as terminal:
+        terminal.see("over 3 servers: .* tokens/s")
+        terminal.see("all +0:6 .*\n")
+        assert terminal.end() == 0
+        title, heading, *rows = terminal.screen.splitlines()
+    assert title.startswith("tiny-llama over 3 servers: ")
+    assert heading.split() == ["ms", "a", "token", "blocks", "network", "measured", "compute", "measured"]
+    assert [row.split()[:2] for row in rows[:3]] == [
+        [server.peer_id[-8:], f"{start}:{end}"] for server, (start, end) in zip(wide.servers, SPANS[:3], strict=False)
+    ]
+    assert len(rows) == 4
+    assert rows[3].split()[:2] == ["all", "0:6"]
+
+    shown = invoke(*arguments, "--json")
+    facts = json.loads(shown.stdout)
+    assert [leg["end"] for leg in facts["legs"]] == [2, 4, 6]
+    assert facts["total_ms"]["measured"] > 160
+    assert facts["total_ms"]["expected"] == pytest.approx(facts["total_ms"]["measured"], rel=0.25)
+
+
+def test_it_asks_for_an_address_and_says_what_is_missing(part: LocalSwarm) -> None:
+    shown = invoke("route", "smollm2")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("Name a member of the swarm with --initial-peers")
+    shown = invoke("route", "smollm2", "--initial-peers", part.initial_peers[0])
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert "no server holds blocks 10:30" in shown.stderr
+
+
+def test_a_route_does_not_wait_for_a_newcomer_that_it_does_not_need(
+    wide: LocalSwarm, network: Network, shared: SharedConnection, remote: RemoteModel
+) -> None:
+    link = network.link(delay=0.3)
+    hosts = [f"/ip4/127.0.0.1/tcp/{link.target}"]
+    newcomer = shared.run(Node.start(wide.initial_peers, host_maddrs=hosts, announce_maddrs=[link.address]))
+    try:
+        shared.run(newcomer.serve(PING, answer_pings))
+        like = shared.run(remote.chain(4, 6))[0].record
+        record = like.model_copy(update={"peer_id": str(newcomer.peer_id)})
+        assert shared.run(directory.announce(newcomer, record))
+        found = shared.run(shared.connection.records(remote.name, fresh=True))
+        assert record in found
+        begun = time.monotonic()
+        assert shared.run(remote.chain(4, 6))[0].record == like
+        assert time.monotonic() - begun < 0.3
+        shared.run(shared.connection.round_trips(found, within=10))
+        assert shared.run(shared.connection.round_trips(found))[record.peer_id] >= 0.6
+    finally:
+        shared.run(newcomer.stop())
+
+
+def test_a_killed_server_is_out_of_every_route_when_its_lease_ends(
+    wide: LocalSwarm, shared: SharedConnection, remote: RemoteModel
+) -> None:
+    assert shared.run(remote.chain(2, 4))
+    wide.servers[1].kill()
+    killed = time.monotonic()
+    while time.monotonic() - killed < directory.LEASE_SECONDS + 3:
+        try:
+            shared.run(remote.chain(2, 4))
+        except MissingBlocks:
+            break
+        time.sleep(0.1)
+    assert time.monotonic() - killed <= directory.LEASE_SECONDS + 1
