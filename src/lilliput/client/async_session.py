@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from lilliput.client.chain import Chain, Recovery
+from lilliput.client.chain import Chain
 from lilliput.client.history import UNKNOWN, TokenHistory
+from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.client.server_session import HopStats, QueueCallback

@@ -1,32 +1,37 @@
 """The servers that together cover a session's blocks, and how others take their places.
 
-A chain is a list of legs, one session on one server each. A part of a step goes from leg to leg; where one fails, it
-waits until that leg's blocks are served again, and goes on there: whoever takes over is fed what the lost server had
-been sent (see `tape`), in parts that follow one another, but for what it finds in its own cache. Outputs that came
-before the failure stand; no server that lives computes anything twice.
+A chain is a list of legs, one session on one server each. A part of a step is sent to the first of them; each server
+pushes its outputs to the next, and the last one answers. Where a server cannot reach the next one, the part comes back
+and is carried there. Where a server fails, the part waits until its blocks are served again, and is sent once more from
+where it last was here. Whoever takes over is fed what the lost server had been sent (see `replay`).
+
+Parts follow one another, and a failure may make later ones fail, or pass where they should not. So what comes of a part
+counts only when all earlier ones have been answered wherever it went, and none of them has been taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import torch
 
 from lilliput.client.history import TokenHistory
-from lilliput.client.leg import Leg, open_legs
+from lilliput.client.leg import Leg, close_legs, open_legs
+from lilliput.client.recovery import Recovery, why_nobody
 from lilliput.client.remote import RemoteModel
+from lilliput.client.replay import Replay, all_of
 from lilliput.client.route import Hop
-from lilliput.client.server_session import QueueCallback, ServerSession
+from lilliput.client.run import Run, linked
+from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.tape import Part, Tape
 from lilliput.errors import LilliputError, MissingBlocks, SessionExpired, Unreachable
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 #: a longer step is cut, so that one server computes its next part while the next server computes this one
 _PART_TOKENS = 512
@@ -38,32 +43,6 @@ _LOOK_AGAIN_SECONDS = 0.5
 _FORGIVE_SECONDS = 5.0
 #: who takes over from a server that leaves is fed so often before the steps wait for the last tokens
 _CATCH_UPS = 4
-#: where a leg stands that no part may be sent to
-_TAKES_NONE = -1
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """Blocks that went from one server to others.
-
-    :ivar why: what the server that had them did, in words
-    :ivar seconds: that a step waited for it
-    :ivar replayed_tokens: per row, computed anew
-    :ivar moved: the server was about to leave, and others were ready before it did
-    """
-
-    start: int
-    end: int
-    peer_id: str
-    new_peer_ids: tuple[str, ...]
-    why: str
-    seconds: float
-    replayed_tokens: int
-    moved: bool = False
-
-    def __str__(self) -> str:
-        new = " and ".join(peer[-8:] for peer in self.new_peer_ids)
-        return f"blocks {self.start}:{self.end} went from {self.peer_id[-8:]} to {new} in {self.seconds:.2f} s"
 
 
 class Chain:
@@ -89,11 +68,14 @@ class Chain:
         self.remote, self.start, self.end = remote, start, end
         self.max_length, self.max_rows = max_length, max_rows
         self.history = TokenHistory(remote.salt)
-        self.tape = Tape(start, remote.replay_bytes)
+        # with push, hidden states between servers do not come by, and whoever needs some lets them be made again
+        self.tape = Tape(start, 0 if remote.push else remote.replay_bytes)
+        self.replay = Replay(self)
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
         self._busy, self._repairing = busy, asyncio.Lock()
+        self._ids = itertools.count(1)
         self._failures = 0
         self._closed = False
 
@@ -147,6 +129,7 @@ class Chain:
             bid=self._bid,
             session_id=self._session_id,
             on_queue=self._on_queue,
+            ids=self._ids,
         )
         cached = min(leg.session.cached_tokens for leg in legs)
         for leg in legs:
@@ -183,10 +166,10 @@ class Chain:
         if len(parts) == 1:
             return await self._pass(parts[0])
         tasks = [asyncio.create_task(self._pass(part)) for part in parts]
-        return torch.cat(await _all(tasks), dim=1)
+        return torch.cat(await all_of(tasks), dim=1)
 
     def _cut(self, step: Part, tokens: torch.Tensor) -> Iterator[Part]:
-        count, size = step.hidden.shape[1], self._part_tokens(step.rows, step.hidden)
+        count, size = step.hidden.shape[1], self.part_tokens(step.rows, step.hidden)
         if count <= size:
             step.hashes = self.history.append(tokens)
             yield step
@@ -197,14 +180,15 @@ class Chain:
             part.max_length = step.max_length if begin == 0 else 0
             yield part
 
-    def _part_tokens(self, rows: int, hidden: torch.Tensor) -> int:
+    def part_tokens(self, rows: int, hidden: torch.Tensor) -> int:
+        """How many tokens of each row may go in one part."""
         at_most = min([_PART_TOKENS, *(leg.session.max_step_tokens for leg in self.legs)])
         by_bytes = _PART_BYTES // (rows * hidden.shape[2] * hidden.element_size())
         return max(1, min(at_most // rows, by_bytes))
 
     async def _pass(self, part: Part) -> torch.Tensor:
         """A part through all legs, whatever happens to them on the way."""
-        block = self.start
+        block, push = self.start, self.remote.push and part.prompts is None
         while block < self.end:
             leg = next((leg for leg in self.legs if leg.start == block), None)
             if leg is None:
@@ -212,164 +196,136 @@ class Chain:
             if leg.sent != part.begin:  # earlier parts go first
                 await leg.changed()
                 continue
-            self.tape.write(block, part)
-            try:
-                output = await leg.compute(part)
-            except LilliputError as e:
-                # an earlier part may have failed, and this one because of it
-                while leg in self.legs and leg.answered != part.begin:
-                    await leg.changed()
-                await self._replace(leg, e)
+            async with leg.places:
+                await leg.session.drain()
+                if leg.sent != part.begin or leg not in self.legs:
+                    continue
+                self.tape.write(block, part)
+                run = self._run_from(leg, part) if push else Run([leg])
+                reply = await run.compute(part)
+            if not await self._settled(run.legs if reply.error else run.passed(reply), part):
+                for leg in run.legs:
+                    leg.back_to(part.begin)
                 continue
-            part, block = replace(part, hidden=output), leg.end
+            if reply.hidden is not None:
+                block = self._move_on(run, reply, part)
+                part = replace(part, hidden=reply.hidden)
+                continue
+            assert reply.error is not None
+            failed = run.passed(reply)[-1]
+            for leg in run.legs:
+                leg.back_to(part.begin)
+            if len(run.legs) > 1 and not reply.error.retry_elsewhere:
+                push = False  # it may be another's fault: carried from server to server, it shows whose
+            else:
+                await self._replace(failed, reply.error)
         return part.hidden
+
+    def _run_from(self, leg: Leg, part: Part) -> Run:
+        """As many legs as can push to one another."""
+        legs = [leg]
+        for after in self.legs[self.legs.index(leg) + 1 :]:
+            peers = legs[-1].hop.peer_id, after.hop.peer_id
+            if not (linked(legs[-1], after, part) and self.remote.connection.linked(*peers)):
+                break
+            legs.append(after)
+        return Run(legs)
+
+    async def _settled(self, legs: Sequence[Leg], part: Part) -> bool:
+        """Wait until it is known what became of all earlier parts at these legs.
+
+        True if what came of this one counts. If one of the legs failed or missed an earlier part, it does not: then
+        the part is to be sent once more, from where it last was.
+        """
+
+        def unsettled(leg: Leg) -> bool:
+            return leg in self.legs and leg.sent >= part.end and leg.answered < part.begin
+
+        while (leg := next(filter(unsettled, legs), None)) is not None:
+            await leg.changed()
+        return all(leg in self.legs and leg.sent >= part.end for leg in legs)
+
+    def _move_on(self, run: Run, reply: Reply, part: Part) -> int:
+        """A part has been answered; returns the block that it comes to next."""
+        passed = run.passed(reply)
+        for leg in passed:
+            leg.answered = part.end
+            leg.wake()
+        if missed := run.legs[len(passed) :]:
+            self.remote.connection.unlink(passed[-1].hop.peer_id, missed[0].hop.peer_id)
+            for leg in missed:
+                leg.back_to(part.begin)
+        return passed[-1].end
 
     # -- when a server fails
 
     async def _replace(self, leg: Leg, error: LilliputError) -> None:
         async with self._repairing:
             if leg in self.legs:
-                await self._repair(leg, error)
+                await self.repair(self._gone_with(leg), error)
 
-    async def _repair(self, leg: Leg, error: LilliputError) -> None:
-        """Put others in the place of a leg that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can."""
+    async def repair(self, gone: list[Leg], error: LilliputError) -> None:
+        """Put others in the place of legs that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can."""
         patience = self.remote.patience
         self._failures += 1
         given_up = self._closed or self.remote.connection.closed
         if given_up or not error.retry_elsewhere or self._failures > patience.attempts:
             raise error
-        begun = time.monotonic()
-        gone = self._gone_with(leg)
+        begun, length = time.monotonic(), gone[0].answered
         failed: dict[str, float] = {}
         if not isinstance(error, SessionExpired):  # that one has only forgotten us
             failed.update((lost.hop.peer_id, begun) for lost in gone)
         if isinstance(error, Unreachable):
-            self.remote.connection.ban(leg.hop.peer_id)
+            for lost in gone:
+                self.remote.connection.ban(lost.hop.peer_id)
         refusal: LilliputError | None = None
         while True:
             refused: set[str] = set()
             try:
                 banned = {peer for peer, at in failed.items() if time.monotonic() - at < _FORGIVE_SECONDS}
-                hops = await self.remote.chain(leg.start, gone[-1].end, banned=banned)
-                legs = await self._open_legs(hops, self._prefix(leg.answered), refused)
-                replayed = await self._feed(legs, leg.answered, refused)
+                hops = await self.remote.chain(gone[0].start, gone[-1].end, banned=banned)
+                legs = await self._open_legs(hops, self._prefix(length), refused)
+                replayed = await self.replay.feed(legs, length, refused)
                 break
             except LilliputError as e:
                 failed.update(dict.fromkeys(refused, time.monotonic()))
                 if not isinstance(e, MissingBlocks):
                     refusal = e
                 if self._closed or not e.retry_elsewhere or time.monotonic() - begun >= patience.recovery:
-                    raise _why(e, refusal, error) from error
+                    raise why_nobody(e, refusal, error) from error
                 if isinstance(e, MissingBlocks):
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         await self._take_over(gone, legs, str(error), time.monotonic() - begun, replayed)
 
     def _gone_with(self, leg: Leg) -> list[Leg]:
-        """The leg and those after it that failed too, as far as no part is between them."""
-        first = last = self.legs.index(leg)
-        while last + 1 < len(self.legs):
-            after = self.legs[last + 1]
-            if after.session.broken is None or not after.idle or after.answered != leg.answered:
-                break
-            last += 1
-        return self.legs[first : last + 1]
+        """The leg and those next to it that failed too, as far as no part is between them."""
+
+        def failed_too(other: Leg) -> bool:
+            return other.session.broken is not None and other.idle and other.answered == leg.answered
+
+        at = self.legs.index(leg)
+        before = list(itertools.takewhile(failed_too, reversed(self.legs[:at])))
+        return [*reversed(before), leg, *itertools.takewhile(failed_too, self.legs[at + 1 :])]
 
     async def _take_over(
         self, gone: list[Leg], legs: list[Leg], why: str, seconds: float, replayed: int, moved: bool = False
     ) -> None:
         if self._closed:
-            await _close(legs)
+            await close_legs(legs)
             raise _closed()
         first = self.legs.index(gone[0])
         self.legs[first : first + len(gone)] = legs
-        self.tape.keep_only([leg.start for leg in self.legs])
+        self.tape.keep_only([] if self.remote.push else [leg.start for leg in self.legs])
         peers = tuple(leg.hop.peer_id for leg in legs)
         recovery = Recovery(gone[0].start, gone[-1].end, gone[0].hop.peer_id, peers, why, seconds, replayed, moved)
         self.recoveries.append(recovery)
         logger.info("%s (%s)", recovery, why)
         for leg in gone:
             leg.wake()
-        await _close(gone)
+        await close_legs(gone)
         for leg in legs:
             if leg.session.leaving:
                 self._server_leaves(leg.session)
-
-    async def _feed(
-        self, legs: list[Leg], length: int, failed: set[str] | None = None, version: int | None = None
-    ) -> int:
-        """Bring new legs to `length`; returns the tokens per row that they computed. If they fail, they are closed.
-
-        :param failed: gets the peers that failed
-        :param version: stop when the tape has another one
-        """
-        try:
-            block, at = legs[0].start, min(leg.answered for leg in legs)
-            if not self.tape.knows(block, at, length):
-                await self._make_again(block, at)
-            await self._play(legs, at, length, version)
-            return length - at
-        except BaseException:
-            if failed is not None:
-                failed.update(leg.hop.peer_id for leg in legs if leg.session.broken or not leg.idle)
-            await _close(legs)
-            raise
-
-    async def _play(self, legs: list[Leg], begin: int, end: int, version: int | None = None) -> None:
-        """Send what is on the tape through legs that follow one another."""
-
-        async def through(begin: int, end: int, rows: int) -> None:
-            while legs[0].sent != begin:
-                await legs[0].changed()
-            if version is not None and version != self.tape.version:
-                return
-            part = self.tape.play(legs[0].start, begin, end, rows=rows)
-            part.hashes = self.history.keys(begin, end, rows) if version is None else b""
-            for leg in legs:
-                while leg.sent != begin:
-                    await leg.changed()
-                if leg is not legs[0] and (version is None or version == self.tape.version):
-                    self.tape.write(leg.start, part)
-                part = replace(part, hidden=await leg.compute(part))
-            if legs[-1].end < self.end and not self.tape.knows(legs[-1].end, begin, end) and version is None:
-                self.tape.write(legs[-1].end, part, needed=True)
-
-        for leg in legs:
-            leg.stand_at(begin)
-        tasks = [asyncio.create_task(through(*part)) for part in self._replay_parts(begin, end)]
-        await _all(tasks)
-
-    def _replay_parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """First token, last token, and rows: tokens that all rows share are sent for one of them."""
-        if begin >= end:
-            return
-        rows = self.tape.rows
-        shared = min(self.tape.shared, end) if rows > 1 else 0
-        hidden = self.tape.play(self.start, begin, begin + 1).hidden
-        while begin < end:
-            sent, until = (1, shared) if begin < shared else (rows, end)
-            stop = min(begin + self._part_tokens(sent, hidden), until)
-            yield begin, stop, sent
-            begin = stop
-
-    async def _make_again(self, block: int, begin: int) -> None:
-        """Hidden states before `block`, from token `begin` on: the server before it computes them once more."""
-        while True:
-            before = next(leg for leg in self.legs if leg.end == block)
-            if before.session.broken is None:
-                break
-            await self._repair(before, before.session.broken)
-        while not before.idle:
-            await before.changed()
-        stands = before.answered
-        before.stand_at(_TAKES_NONE)
-        try:
-            if not self.tape.knows(before.start, begin, stands):
-                await self._make_again(before.start, begin)
-            await self._play([before], begin, stands)
-        except BaseException:
-            before.stand_at(stands)
-            await before.session.close()  # nobody knows what is in its cache now
-            raise
 
     def _prefix(self, length: int) -> bytes:
         """Keys of the first `length` tokens, for all rows that there may be."""
@@ -396,7 +352,7 @@ class Chain:
                 for _ in range(_CATCH_UPS):
                     if version != self.tape.version or not self.tape.knows(leg.start, legs[0].answered, leg.answered):
                         break
-                    replayed += (fed := await self._feed(legs, leg.answered, version=version))
+                    replayed += (fed := await self.replay.feed(legs, leg.answered, version=version))
                     if fed <= 1:
                         break
                 async with self._busy:
@@ -405,39 +361,15 @@ class Chain:
                         if version != self.tape.version:  # rows or tokens are not what was sent
                             for new in legs:
                                 new.stand_at(0)
-                        replayed += await self._feed(legs, leg.answered)
+                        replayed += await self.replay.feed(legs, leg.answered)
                         seconds = time.monotonic() - begun
                         await self._take_over([leg], legs, "it is about to leave", seconds, replayed, moved=True)
             except LilliputError as e:  # there is nobody yet, and perhaps there will be before it goes
                 logger.info("the session on %s could not move: %s", leg.hop, e)
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
             finally:
-                await _close([new for new in legs if new not in self.legs])
+                await close_legs([new for new in legs if new not in self.legs])
 
 
 def _closed() -> LilliputError:
     return Unreachable("the session was closed")
-
-
-def _why(error: LilliputError, refusal: LilliputError | None, first: LilliputError) -> LilliputError:
-    """What to say when nobody takes over: who refused, or else which blocks nobody has and what became of them."""
-    if not isinstance(error, MissingBlocks):
-        return error
-    if refusal is not None and not isinstance(refusal, Unreachable):
-        return refusal
-    return MissingBlocks(f"{error} ({first})", error.blocks)
-
-
-async def _close(legs: Sequence[Leg]) -> None:
-    await asyncio.gather(*(leg.session.close() for leg in legs))
-
-
-async def _all(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """Results in order; the first error ends them all."""
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

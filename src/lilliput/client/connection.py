@@ -38,6 +38,8 @@ STALE_SECONDS = directory.LEASE_SECONDS * 2 / 3
 FIRST_PING_SECONDS = 1.0
 #: a peer that failed us is passed over for this long
 BAN_SECONDS = 20.0
+#: servers that could not reach one another are not asked to push for this long
+UNLINKED_SECONDS = 60.0
 #: so many idle streams are kept for each peer and call
 _IDLE_STREAMS = 8
 
@@ -84,6 +86,7 @@ class Connection:
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._round_trips: RoundTrips | None = None
         self._banned: dict[str, float] = {}
+        self._unlinked: dict[tuple[str, str], float] = {}
         self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
 
@@ -179,6 +182,16 @@ class Connection:
         now = time.monotonic()
         self._banned = {peer: until for peer, until in self._banned.items() if until > now}
         return set(self._banned)
+
+    def unlink(self, peer_id: str, next_peer_id: str) -> None:
+        """The first of these servers could not push to the second one: for a while, carry between them."""
+        now = time.monotonic()
+        self._unlinked = {pair: until for pair, until in self._unlinked.items() if until > now}
+        self._unlinked[peer_id, next_peer_id] = now + UNLINKED_SECONDS
+
+    def linked(self, peer_id: str, next_peer_id: str) -> bool:
+        """Whether the first of these servers may push to the second one."""
+        return self._unlinked.get((peer_id, next_peer_id), 0.0) <= time.monotonic()
 
     # -- streams
 

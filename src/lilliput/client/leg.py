@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-
-import torch
+from collections.abc import Iterator, Sequence
 
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.client.server_session import QueueCallback, ServerSession
-from lilliput.client.tape import Part
 from lilliput.errors import LilliputError, Unreachable
 
-#: parts of one step that a server may have at a time
-_PARTS_AT_ONCE = 4
+#: parts of one step that may be on their way at a time, through one server or several that push
+_PARTS_AT_ONCE = 8
 #: how often a session that expired while its neighbours still queued is opened anew
 _REOPENINGS = 3
 
@@ -24,13 +21,15 @@ class Leg:
 
     :ivar sent: tokens per row that its server has been sent since position 0; below 0: it takes none now
     :ivar answered: of those, so many have come back
+    :ivar ids: of steps, the same for all legs of a chain: servers tell by them what is late
+    :ivar places: for parts that are on their way
     """
 
-    def __init__(self, session: ServerSession) -> None:
-        self.session = session
+    def __init__(self, session: ServerSession, ids: Iterator[int]) -> None:
+        self.session, self.ids = session, ids
         self.sent = self.answered = 0
         self.moving: asyncio.Task[None] | None = None
-        self._places = asyncio.Semaphore(_PARTS_AT_ONCE)
+        self.places = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._changed: asyncio.Event | None = None
 
     @property
@@ -54,6 +53,11 @@ class Leg:
         self.sent = self.answered = position
         self.wake()
 
+    def back_to(self, position: int) -> None:
+        """What was sent beyond `position` is sent once more."""
+        self.sent, self.answered = min(self.sent, position), min(self.answered, position)
+        self.wake()
+
     def wake(self) -> None:
         """Whoever waits for this leg looks again."""
         if self._changed is not None:
@@ -65,31 +69,6 @@ class Leg:
         if self._changed is None:
             self._changed = asyncio.Event()
         await self._changed.wait()
-
-    async def compute(self, part: Part) -> torch.Tensor:
-        """Send a part, await its outputs: `[rows, tokens, hidden]` in the dtype of the part's."""
-        session = self.session
-        async with self._places:
-            await session.drain()
-            answer = session.send(
-                part.hidden,
-                position=part.begin,
-                tensors=part.tensors(self.start, self.end),
-                hashes=part.hashes,
-                max_length=part.max_length if part.max_length > session.max_length else 0,
-                request_id=part.request_id,
-            )
-            self.sent = part.end
-            self.wake()
-            output = await answer
-        if output.shape != part.hidden.shape:
-            what = f"{list(output.shape)} for hidden states of {list(part.hidden.shape)}"
-            raise Unreachable(f"server {self.hop} returned {what}", self.hop.peer_id)
-        if not bool(torch.isfinite(output).all()):
-            raise Unreachable(f"server {self.hop} returned what are not finite numbers", self.hop.peer_id)
-        self.answered = part.end
-        self.wake()
-        return output.to(part.hidden.dtype)
 
 
 async def open_legs(
@@ -103,6 +82,7 @@ async def open_legs(
     bid: float,
     session_id: bytes,
     on_queue: QueueCallback | None,
+    ids: Iterator[int],
 ) -> list[Leg]:
     """Sessions on all servers of a chain, opened at the same time, or none. Adds to `failed` who refused."""
     opened: dict[Hop, ServerSession] = {}
@@ -135,7 +115,12 @@ async def open_legs(
             errors = [result for result in results if isinstance(result, BaseException)]
             if errors:
                 raise errors[0]
-        return [Leg(opened[hop]) for hop in hops]
+        return [Leg(opened[hop], ids) for hop in hops]
     except BaseException:
         await asyncio.gather(*(session.close() for session in opened.values()))
         raise
+
+
+async def close_legs(legs: Sequence[Leg]) -> None:
+    """Give the caches of their sessions back. May be called twice."""
+    await asyncio.gather(*(leg.session.close() for leg in legs))

@@ -37,6 +37,7 @@ class AutoDistributedModelForCausalLM:
         wait: float = 0.0,
         prefix_secret: str | None = None,
         replay_bytes: int = REPLAY_BYTES,
+        push: bool = True,
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -55,8 +56,9 @@ class AutoDistributedModelForCausalLM:
         :param patience: how long to wait for what
         :param wait: seconds to wait until every block is served; 0 raises `MissingBlocks` at once
         :param prefix_secret: clients that share it share cached prefixes where servers allow it; default: nobody
-        :param replay_bytes: memory of each session for hidden states between servers, kept in case that one fails; what
-            is not kept, the other servers compute again then
+        :param replay_bytes: without push, memory of each session for hidden states between servers, kept in case that
+            one fails; what is not kept, the other servers compute again then
+        :param push: servers send outputs straight to the next server, where they can reach it, instead of through here
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -74,6 +76,7 @@ class AutoDistributedModelForCausalLM:
                 patience=patience or Patience(),
                 prefix_secret=prefix_secret,
                 replay_bytes=replay_bytes,
+                push=push,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

@@ -25,6 +25,7 @@ class RemoteModel:
     :param blocks: how many it has
     :param fingerprint: of the client's own files; servers of other weights are not used. Empty: any.
     :param codec: how hidden states travel, both ways: none, float16, bfloat16, int8
+    :param push: servers send outputs straight to the next server, where they can reach it
     :param prefix_secret: clients that share it (and a server's trust) share cached prefixes; None keeps them private
     """
 
@@ -38,6 +39,7 @@ class RemoteModel:
     prefix_secret: str | None = None
     #: of each session, for hidden states between servers that are kept in case that one of them fails
     replay_bytes: int = REPLAY_BYTES
+    push: bool = True
 
     def __post_init__(self) -> None:
         check_codec(self.codec)

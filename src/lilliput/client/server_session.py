@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from lilliput.client.peer_stream import PeerStream
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
-from lilliput.errors import Busy, LilliputError, Unreachable
+from lilliput.errors import Busy, LilliputError, SessionExpired, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_of
-from lilliput.wire.limits import PING_FRACTION, SESSION_IDLE_SECONDS
+from lilliput.wire.limits import PING_FRACTION, PUSH_KEY_BYTES, SESSION_IDLE_SECONDS
 
 #: told about every change of place in a server's queue
 QueueCallback = Callable[[Hop, pb.Info], None]
@@ -22,8 +24,23 @@ QueueCallback = Callable[[Hop, pb.Info], None]
 _TICK_SECONDS = 1.0
 _PING_SECONDS = SESSION_IDLE_SECONDS * PING_FRACTION
 
-#: resolves to the outputs of a step, `[rows, tokens, hidden]`
-Answer = asyncio.Future[torch.Tensor]
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of a step: hidden states or an error.
+
+    :ivar session: where it came from
+    :ivar hidden: outputs `[rows, tokens, hidden]`
+    :ivar before: what the servers that the step passed before spent on it
+    """
+
+    session: ServerSession
+    hidden: torch.Tensor | None = None
+    error: LilliputError | None = None
+    before: Sequence[pb.Timing] = field(default_factory=tuple)
+
+
+Answer = asyncio.Future[Reply]
 
 
 @dataclass
@@ -42,7 +59,7 @@ class ServerSession:
     """A session on the server of `hop`. Open it with `await ServerSession.open(...)`.
 
     Steps may be sent before earlier ones are answered; the server takes them in order. When the session ends, by
-    whatever cause, every step that waits and every later one raises the same error, kept in `broken`.
+    whatever cause, every step that waits is answered with the same error, kept in `broken`.
 
     Attributes:
         cached_tokens: of the prefix, found in the server's cache when the session opened
@@ -51,6 +68,7 @@ class ServerSession:
         max_step_tokens: rows x tokens that it takes in one step
         leaving: the server has said that it is about to leave
         on_leaving: called when it says so
+        push_key: lets other servers push steps into the session; empty: none may
     """
 
     def __init__(self, remote: RemoteModel, hop: Hop, stream: PeerStream, max_length: int) -> None:
@@ -60,13 +78,16 @@ class ServerSession:
         self.max_step_tokens = self.cached_tokens = 0
         self.leaving = False
         self.on_leaving: Callable[[ServerSession], None] | None = None
+        self.push_key = secrets.token_bytes(PUSH_KEY_BYTES) if remote.push else b""
         self._codec, self._patience = remote.codec, remote.patience
         self._loop = asyncio.get_running_loop()
         self._rows = 0
+        #: for the server's next step; and, once they were sent, until a step that brought them along is answered, the
+        #: number under which the server does them once
         self._parents: list[int] | None = None
+        self._reordering = 0
         self._infos: asyncio.Queue[pb.Info | None] = asyncio.Queue()
         self._waiting: dict[int, tuple[Answer, float]] = {}
-        self._last_id = 0
         self._last_sent = self._last_heard = self._loop.time()
         self._asked_for_life: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -106,6 +127,7 @@ class ServerSession:
         while True:
             stream, is_new = await remote.connection.session_stream(hop.peer_id, within=remote.patience.connect)
             session = cls(remote, hop, stream, max_length)
+            question.push_key = session.push_key
             stream.post(session._number, pb.Message(open=question))
             session._tick()  # signs of life are due in a queue, too
             try:
@@ -152,57 +174,49 @@ class ServerSession:
 
     def reorder(self, parents: Sequence[int]) -> None:
         """Before the next step, new row i continues old row `parents[i]`."""
+        if self._reordering:
+            self._stream.post(self._number, pb.Message(close=pb.Close()))
+            self.lost(SessionExpired("after a step that failed, nobody knows the order of its rows"))
         self._parents = [self._parents[p] for p in parents] if self._parents is not None else list(parents)
 
-    async def step(
-        self,
-        hidden: torch.Tensor,
-        *,
-        position: int,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        hashes: bytes = b"",
-        max_length: int = 0,
-        request_id: str = "",
-    ) -> torch.Tensor:
-        """Send `hidden` `[rows, tokens, hidden]` for the places from `position` on; return the outputs, same shape.
-
-        :param tensors: mask, position_ids, prompts, as in `lilliput.proto`
-        :param hashes: keys of the grains that the step completes
-        :param max_length: ask for a longer session first
-        """
-        return await self.send(
-            hidden, position=position, tensors=tensors, hashes=hashes, max_length=max_length, request_id=request_id
-        )
+    @property
+    def pending(self) -> tuple[int, list[int] | None, int]:
+        """What the next step will tell the server about its rows; equal where one message can tell several servers."""
+        return self._rows, self._parents, self._reordering
 
     def send(
         self,
         hidden: torch.Tensor,
+        answer: Answer,
         *,
+        step_id: int,
         position: int,
         tensors: Mapping[str, torch.Tensor] | None = None,
         hashes: bytes = b"",
         max_length: int = 0,
         request_id: str = "",
-    ) -> Answer:
-        """The first half of `step`: await what it returns."""
-        if self.broken is not None:
-            raise self.broken
-        rows = hidden.shape[0]
-        self._last_id += 1
-        parents, self._parents = self._parents, None
-        if self._rows == 0:
-            parents = None  # nothing there to be reordered
-        elif parents is None and rows != self._rows:
-            parents = [min(row, self._rows - 1) for row in range(rows)]
-        self._rows = rows
+        route: Sequence[pb.Next] = (),
+    ) -> None:
+        """Send `hidden` `[rows, tokens, hidden]` for the places from `position` on. The session must not be broken.
+
+        :param answer: resolves to what comes of it
+        :param step_id: higher than that of any step before
+        :param tensors: mask, position_ids, prompts, as in `lilliput.proto`
+        :param hashes: keys of the grains that the step completes
+        :param max_length: ask for a longer session first
+        :param route: the outputs are pushed through these servers' sessions, which `expect` them
+        """
+        self.expect(answer, step_id=step_id, rows=hidden.shape[0], position=position)
         message = pb.Message(
             step=pb.Step(
-                step_id=self._last_id,
+                step_id=step_id,
                 start_position=position,
-                parents=parents,
+                parents=self._parents,
+                reordering=self._reordering,
                 hashes=hashes,
                 max_length=max_length,
                 request_id=request_id,
+                route=route,
             )
         )
         self._last_sent = self._loop.time()
@@ -210,13 +224,31 @@ class ServerSession:
             self._number, message, {"hidden": hidden, **tensors} if tensors else {"hidden": hidden}, codec=self._codec
         )
         self.stats.bytes_sent += sum(header.nbytes for header in message.tensors)
-        answer: Answer = self._loop.create_future()
-        self._waiting[self._last_id] = answer, self._last_sent + self._patience.step
-        return answer
+
+    def expect(self, answer: Answer, *, step_id: int, rows: int, position: int) -> None:
+        """Another server will push a step into this session; if that fails here, the answer says so."""
+        if self._rows == 0 or position == 0:  # nothing there to be reordered
+            self._parents, self._reordering = None, 0
+        elif rows != self._rows and (self._parents is None or self._reordering):
+            self._parents, self._reordering = [min(row, self._rows - 1) for row in range(rows)], 0
+        if self._parents is not None and not self._reordering:
+            self._reordering = step_id
+        self._rows = rows
+        self._waiting[step_id] = answer, self._loop.time() + self._patience.step
+
+    def forget(self, step_id: int) -> None:
+        """Nobody waits for this step any more."""
+        self._waiting.pop(step_id, None)
+
+    def saw(self, step_id: int, timing: pb.Timing) -> None:
+        """The server has computed a step and pushed it on."""
+        self._last_heard = self._loop.time()
+        self._count(step_id, timing)
 
     async def drain(self) -> None:
-        """Wait while much is still to be sent to this server. Raises `Unreachable`."""
-        await self._stream.drain()
+        """Wait while much is still to be sent to this server."""
+        with contextlib.suppress(Unreachable):  # the stream tells its sessions
+            await self._stream.drain()
 
     async def close(self) -> None:
         """Say goodbye. May be called twice, and when the session is broken."""
@@ -247,26 +279,32 @@ class ServerSession:
         if hidden is None:
             self.lost(Unreachable("an output without hidden states", self.hop.peer_id))
             return
+        self.stats.bytes_received += hidden.numel() * hidden.element_size()
+        self._count(body.step_id, body)
+        self._answer(body.step_id, Reply(self, hidden, before=body.before))
+
+    def _count(self, step_id: int, timing: pb.Timing | pb.Output) -> None:
         stats = self.stats
         stats.steps += 1
-        stats.computed_tokens += body.computed_tokens
-        stats.queued_ms += body.queued_ms
-        stats.compute_ms += body.compute_ms
-        stats.bytes_received += hidden.numel() * hidden.element_size()
-        if body.max_length:
-            self.max_length = body.max_length
-        answer, _ = self._waiting.pop(body.step_id, (None, 0.0))
+        stats.computed_tokens += timing.computed_tokens
+        stats.queued_ms += timing.queued_ms
+        stats.compute_ms += timing.compute_ms
+        if timing.max_length:
+            self.max_length = timing.max_length
+        if step_id >= self._reordering > 0:
+            self._parents, self._reordering = None, 0
+
+    def _answer(self, step_id: int, reply: Reply) -> None:
+        answer, _ = self._waiting.pop(step_id, (None, 0.0))
         if answer is not None and not answer.done():
-            answer.set_result(hidden)
+            answer.set_result(reply)
 
     def _take_error(self, body: pb.Error) -> None:
         error = self._named(error_of(body))
         if body.closed:
             self.lost(error)
             return
-        answer, _ = self._waiting.pop(body.step_id, (None, 0.0))
-        if answer is not None and not answer.done():
-            answer.set_exception(error)
+        self._answer(body.step_id, Reply(self, error=error))
 
     def lost(self, why: LilliputError) -> None:
         """The session is over: whoever waits for something hears why, and so does whoever asks later."""
@@ -277,11 +315,8 @@ class ServerSession:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for answer, _ in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self.broken)
-                answer.exception()  # whoever waited may be gone
-        self._waiting.clear()
+        for step_id in list(self._waiting):
+            self._answer(step_id, Reply(self, error=self.broken))
 
     def _named(self, error: LilliputError) -> LilliputError:
         """The same error, with the server and its blocks in its text."""

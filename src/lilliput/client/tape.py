@@ -188,7 +188,7 @@ class Tape:
             return
         if not needed:
             between = sum(store.nbytes for at, store in self._hidden.items() if at != self.first_block)
-            if between > self.budget:
+            if between >= self.budget:
                 self._hidden.pop(block, None)
                 self._given_up.add(block)
             if block in self._given_up:  # what comes later is of no use without what was before
@@ -236,6 +236,7 @@ class Tape:
         """Servers' spans begin at these blocks now; hidden states at others are of no use."""
         for block in self._hidden.keys() - {self.first_block, *blocks}:
             del self._hidden[block]
+            self.version += 1
 
     def _any(self, store: _Store, last: int) -> bool:
         if last >= len(store.known) > 0:  # tokens that came later without one

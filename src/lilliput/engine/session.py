@@ -48,6 +48,8 @@ class Step:
     step_id: int = 0
     start_position: int | None = None
     parents: Sequence[int] | None = None
+    #: number of `parents`: they are done once, however many steps bring them along; 0: always
+    reordering: int = 0
     mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
@@ -101,6 +103,8 @@ class CacheSession:
         self.rows: list[Row] = []
         self.length = 0
         self.closed = False
+        #: number of the last reordering that was done
+        self.reordered = 0
         #: tokens that its steps ran through the blocks
         self.computed_tokens = 0
         self.last_step: tuple[int, StepOutput] | None = None
@@ -136,12 +140,15 @@ class CacheSession:
 
         :param dtype: in which the span computes
         """
+        if 0 < step.reordering <= self.reordered:
+            step.parents = None
         self._check(step, hidden_size)
         step.hidden = as_finite(step.hidden, dtype, "hidden states")
         if step.prompts is not None:
             step.prompts = as_finite(step.prompts, dtype, "prompts")
         if step.parents is not None:
             self._reorder(step.parents)
+            self.reordered = max(self.reordered, step.reordering)
         if step.start_position is not None:
             self._rollback(step.start_position)
         if self.length == 0:

@@ -96,13 +96,16 @@ class ClientStream:
         message.session = number
         self.channel.post(message, {"hidden": hidden} if hidden is not None else None, codec=codec)
 
-    def submit(self, session: CacheSession, step: Step, size: int) -> None:
-        """Hand a step of so many bytes to the engine, with all others that are read in this turn of the loop."""
-        self._in_flight += 1
-        self._in_flight_bytes += size
+    def submit(self, session: CacheSession, step: Step) -> None:
+        """Hand a step to the engine, with all others that are read in this turn of the loop."""
         if not self._arrived:
             self.loop.call_soon(self._submit_arrived)
         self._arrived.append((session, step))
+
+    def took(self, size: int) -> None:
+        """A step of so many bytes came from the client."""
+        self._in_flight += 1
+        self._in_flight_bytes += size
 
     def answered(self, size: int) -> None:
         self._in_flight -= 1

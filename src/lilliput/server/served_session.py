@@ -11,14 +11,19 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.errors import BadRequest, Busy, CacheFull, Draining, LilliputError, ServerFailure, SessionExpired
 from lilliput.server.admission import Ticket
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_message
+from lilliput.wire.limits import DEFAULT_LIMITS, PUSH_KEY_BYTES
 from lilliput.wire.prefix import GRAIN, KEY_BYTES
 from lilliput.wire.tensors import check_codec
 
@@ -29,6 +34,28 @@ logger = logging.getLogger(__name__)
 
 _MAX_ROWS = 1024
 _TENSORS = {"hidden", "mask", "position_ids", "prompts"}
+#: steps that may wait or be computed in a session that is pushed to, and bytes of their tensors
+_PUSHED_AT_ONCE = 16
+_PUSHED_BYTES = DEFAULT_LIMITS.max_payload_bytes
+_MAX_ROUTE = 256
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A step that has come, and from whom.
+
+    :ivar pushed: by another server, not sent by the client
+    :ivar before: what the servers spent on it that it has passed
+    """
+
+    body: pb.Step
+    tensors: Mapping[str, torch.Tensor]
+    pushed: bool = False
+    before: Sequence[pb.Timing] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class ServedSession:
@@ -49,13 +76,16 @@ class ServedSession:
         if body.adapter:
             raise BadRequest(f"this server has no adapter {body.adapter!r}")
         self._prefix = _split_keys(body.prefix, body.rows)
+        if body.push_key and (len(body.push_key) != PUSH_KEY_BYTES or body.push_key in service.pushed_sessions):
+            raise BadRequest(f"a push key is {PUSH_KEY_BYTES} random bytes of this session alone")
         self._codec = check_codec(body.codec)
         self._pages = service.admission.pages_for(body.rows, body.max_length)
         self._service, self._stream, self._number, self._body = service, stream, number, body
         self._ticket: Ticket | None = None
         self._session: CacheSession | None = None
         self._opening: Future[CacheSession] | None = None
-        self._in_flight = 0
+        self._in_flight = self._pushed = self._pushed_bytes = 0
+        self._highest_id = 0
         self._stepped = self._ended = False
         self._opened = time.monotonic()
         self._heard = stream.loop.time()
@@ -67,6 +97,8 @@ class ServedSession:
     def ask_for_place(self) -> None:
         """Enter the queue, or start at once."""
         admission, body = self._service.admission, self._body
+        if body.push_key:
+            self._service.pushed_sessions[body.push_key] = self
         self._watch()
         try:
             ticket = admission.ask(
@@ -128,13 +160,7 @@ class ServedSession:
         self._heard = self._stream.loop.time()
         body: Any = received.body
         if received.kind == "step":
-            try:
-                self._step(received)
-            except LilliputError as e:
-                self._post(error_message(e, step_id=body.step_id))
-            except Exception as e:  # one client's step must not end another's session
-                logger.exception("a step could not be taken")
-                self._post(error_message(ServerFailure(f"the step could not be taken: {e}"), step_id=body.step_id))
+            self._take_step(_Arrived(body, received.tensors))
         elif received.kind == "ping":
             self._post(pb.Message(pong=pb.Pong(id=body.id)))
         elif received.kind == "close":
@@ -142,12 +168,27 @@ class ServedSession:
         else:
             self._post(error_message(BadRequest(f"a {received.kind!r} message makes no sense inside a session")))
 
-    def _step(self, received: Received) -> None:
-        body: Any = received.body
+    def take_push(self, body: pb.Push, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A step that another server has pushed here. If something is wrong with it, the client hears of it."""
+        self._heard = self._stream.loop.time()
+        self._take_step(_Arrived(body.step, tensors, pushed=True, before=body.before))
+
+    def _take_step(self, arrived: _Arrived) -> None:
+        try:
+            self._step(arrived)
+        except LilliputError as e:
+            self._post(error_message(e, step_id=arrived.body.step_id))
+        except Exception as e:  # one client's step must not end another's session
+            logger.exception("a step could not be taken")
+            error = ServerFailure(f"the step could not be taken: {e}")
+            self._post(error_message(error, step_id=arrived.body.step_id))
+
+    def _step(self, arrived: _Arrived) -> None:
+        body, tensors = arrived.body, arrived.tensors
         session, service = self._session, self._service
         if session is None:
             raise BadRequest("this session has not been accepted yet; wait for the info message that says so")
-        hidden = received.tensors.get("hidden")
+        hidden = tensors.get("hidden")
         if hidden is None:
             raise BadRequest("a step needs the tensor 'hidden' [rows, tokens, hidden]")
         if hidden.dim() != 3 or 0 in hidden.shape:
@@ -157,29 +198,50 @@ class ServedSession:
                 f"{hidden.shape[0]} rows x {hidden.shape[1]} tokens in one step; "
                 f"at most {service.max_step_tokens}: send them in several steps"
             )
-        if unknown := set(received.tensors) - _TENSORS:
+        if unknown := set(tensors) - _TENSORS:
             raise BadRequest(f"a step has no tensors named {', '.join(sorted(unknown))}")
+        if body.route and ("prompts" in tensors or len(body.route) > _MAX_ROUTE):
+            raise BadRequest(f"a step is pushed without prompts, through at most {_MAX_ROUTE} servers")
+        if arrived.pushed:
+            self._check_pushed(arrived)
+        self._highest_id = max(self._highest_id, body.step_id)
         if body.max_length > session.max_length:
             self._extend(session, body.max_length)
-        step_id: int = body.step_id
-        size = sum(tensor.nbytes for tensor in received.tensors.values())
         self._stepped = True
-        self._in_flight += 1
+        self._count(arrived, 1)
         self._stream.submit(
             session,
             Step(
                 hidden,
-                step_id=step_id,
+                step_id=body.step_id,
                 start_position=body.start_position if body.HasField("start_position") else None,
                 parents=list(body.parents) or None,
-                mask=received.tensors.get("mask"),
-                position_ids=received.tensors.get("position_ids"),
-                prompts=received.tensors.get("prompts"),
+                reordering=body.reordering,
+                mask=tensors.get("mask"),
+                position_ids=tensors.get("position_ids"),
+                prompts=tensors.get("prompts"),
                 hashes=_split_keys(body.hashes, hidden.shape[0]) or None,
-                done=lambda result: self._soon(self._deliver, step_id, size, result),
+                done=lambda result: self._soon(self._deliver, arrived, result),
             ),
-            size,
         )
+
+    def _check_pushed(self, arrived: _Arrived) -> None:
+        if arrived.body.step_id < self._highest_id:
+            # from a server that stood still, perhaps: the session has moved on, and must not be rolled back
+            raise ServerFailure(f"step {self._highest_id} has come before step {arrived.body.step_id}")
+        if self._pushed >= _PUSHED_AT_ONCE or self._pushed_bytes + arrived.nbytes > _PUSHED_BYTES:
+            raise Busy(f"{self._pushed} steps were pushed into this session and are not computed yet")
+
+    def _count(self, arrived: _Arrived, sign: int) -> None:
+        """A step is under way (1), or is not any more (-1)."""
+        self._in_flight += sign
+        if arrived.pushed:
+            self._pushed += sign
+            self._pushed_bytes += sign * arrived.nbytes
+        elif sign > 0:
+            self._stream.took(arrived.nbytes)
+        else:
+            self._stream.answered(arrived.nbytes)
 
     def _extend(self, session: CacheSession, max_length: int) -> None:
         service, ticket = self._service, self._ticket
@@ -191,24 +253,57 @@ class ServedSession:
             )
         service.engine.extend(session, max_length)  # before the step that follows, the engine keeps the order
 
-    def _deliver(self, step_id: int, size: int, result: StepOutput | LilliputError) -> None:
-        self._stream.answered(size)
-        self._in_flight -= 1
+    def _deliver(self, arrived: _Arrived, result: StepOutput | LilliputError) -> None:
+        self._count(arrived, -1)
         self._heard = self._stream.loop.time()
         if self._ended:
             return
         if isinstance(result, LilliputError):
-            self._post(error_message(result, step_id=step_id))
+            self._post(error_message(result, step_id=arrived.body.step_id))
+        elif arrived.body.route:
+            self._push(arrived, result)
+        else:
+            self._answer(arrived, result)
+
+    def _answer(self, arrived: _Arrived, result: StepOutput, *, unpushed: bool = False) -> None:
+        """Send the outputs to the client."""
+        if self._ended:
             return
+        timing = self._timing(result)
         output = pb.Output(
-            step_id=step_id,
+            step_id=arrived.body.step_id,
             length=result.length,
+            queued_ms=timing.queued_ms,
+            compute_ms=timing.compute_ms,
+            computed_tokens=timing.computed_tokens,
+            max_length=timing.max_length,
+            before=arrived.before,
+            unpushed=unpushed,
+        )
+        self._stream.post(self._number, pb.Message(output=output), result.hidden, self._codec)
+
+    def _push(self, arrived: _Arrived, result: StepOutput) -> None:
+        """Send the outputs to the next server's session; if it cannot be reached, to the client after all."""
+        pushes = self._service.pushes
+        assert pushes is not None
+        following, *rest = arrived.body.route
+        step = pb.Step()
+        step.CopyFrom(arrived.body)
+        del step.route[:]
+        step.route.extend(rest)
+        body = pb.Push(push_key=following.push_key, step=step, before=[*arrived.before, self._timing(result)])
+        tensors = {**arrived.tensors, "hidden": result.hidden}
+        pushes.to(following.peer).push(
+            body, tensors, self._codec, failed=lambda: self._answer(arrived, result, unpushed=True)
+        )
+
+    def _timing(self, result: StepOutput) -> pb.Timing:
+        return pb.Timing(
             queued_ms=result.queued_seconds * 1e3,
             compute_ms=result.compute_seconds * 1e3,
             computed_tokens=result.computed_tokens,
             max_length=self._session.max_length if self._session is not None else 0,
         )
-        self._stream.post(self._number, pb.Message(output=output), result.hidden, self._codec)
 
     # ---- its end ----
 
@@ -234,6 +329,8 @@ class ServedSession:
             self._timer.cancel()
         self._stream.forget(self._number)
         service, ticket = self._service, self._ticket
+        if service.pushed_sessions.get(self._body.push_key) is self:
+            del service.pushed_sessions[self._body.push_key]
         if ticket is None:
             return
         if self._opening is None:

@@ -34,6 +34,7 @@ from lilliput.server.admission import Admission
 from lilliput.server.client_stream import ClientStream
 from lilliput.server.followers import Followers
 from lilliput.server.handler import ConnectionHandler, serve_passes
+from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
 from lilliput.swarm import directory
 from lilliput.swarm.loop import new_event_loop
@@ -250,6 +251,8 @@ class Server(hivemind.moe.Server):
             await self._serve(node, service)
             self._followers = Followers(node, service.model, self.blocks[1])
             stack.callback(asyncio.ensure_future(self._followers.watch(self.options.lease_seconds / 3)).cancel)
+            assert service.pushes is not None
+            stack.callback(service.pushes.close)
             record = await self._announce(node, service)
             announcing = asyncio.ensure_future(self._keep_announcing(node, service))
             stack.callback(announcing.cancel)
@@ -311,6 +314,8 @@ class Server(hivemind.moe.Server):
         def passes(kind: str) -> Callable[[Channel, PeerID], Awaitable[None]]:
             return lambda channel, peer: serve_passes(service, channel, kind)
 
+        service.pushes = PushStreams(node, service)
+        await node.serve(protocol.PUSH, service.pushes.serve)
         await node.serve(protocol.FORWARD_INCREMENTAL, session)
         await node.serve(protocol.FORWARD, passes("forward"))
         await node.serve(protocol.BACKWARD, passes("backward"))

@@ -19,6 +19,8 @@ from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
 
 if TYPE_CHECKING:
     from lilliput.server.client_stream import ClientStream
+    from lilliput.server.push import PushStreams
+    from lilliput.server.served_session import ServedSession
 
 
 @dataclass
@@ -38,6 +40,10 @@ class Service:
     draining: bool = False
     #: the streams with sessions that are open
     streams: set[ClientStream] = field(default_factory=set)
+    #: sessions that other servers may push to, by their keys
+    pushed_sessions: dict[bytes, ServedSession] = field(default_factory=dict)
+    #: to and from other servers; none while the server starts
+    pushes: PushStreams | None = None
     #: forward and backward passes that wait or run, and how many may
     passes: int = 0
     max_passes: int = 256

@@ -42,7 +42,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("model", "start", "end", "max_length", "rows", "bid", "adapter", "session_id", "codec", "prefix", "no_queue")
+    __slots__ = ("model", "start", "end", "max_length", "rows", "bid", "adapter", "session_id", "codec", "prefix", "no_queue", "push_key")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class Open(_message.Message):
     CODEC_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     NO_QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
     model: str
     start: int
     end: int
@@ -65,7 +66,8 @@ class Open(_message.Message):
     codec: str
     prefix: bytes
     no_queue: bool
-    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., max_length: _Optional[int] = ..., rows: _Optional[int] = ..., bid: _Optional[float] = ..., adapter: _Optional[str] = ..., session_id: _Optional[bytes] = ..., codec: _Optional[str] = ..., prefix: _Optional[bytes] = ..., no_queue: bool = ...) -> None: ...
+    push_key: bytes
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., max_length: _Optional[int] = ..., rows: _Optional[int] = ..., bid: _Optional[float] = ..., adapter: _Optional[str] = ..., session_id: _Optional[bytes] = ..., codec: _Optional[str] = ..., prefix: _Optional[bytes] = ..., no_queue: bool = ..., push_key: _Optional[bytes] = ...) -> None: ...
 
 class Info(_message.Message):
     __slots__ = ("accepted", "queue_length", "start_seconds", "tokens_per_second", "max_length", "cached_tokens", "max_step_tokens")
@@ -86,36 +88,82 @@ class Info(_message.Message):
     def __init__(self, accepted: bool = ..., queue_length: _Optional[int] = ..., start_seconds: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., max_length: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "start_position", "parents", "hashes", "max_length", "request_id")
+    __slots__ = ("step_id", "start_position", "parents", "hashes", "max_length", "request_id", "reordering", "route")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     START_POSITION_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REORDERING_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     start_position: int
     parents: _containers.RepeatedScalarFieldContainer[int]
     hashes: bytes
     max_length: int
     request_id: str
-    def __init__(self, step_id: _Optional[int] = ..., start_position: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., max_length: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
+    reordering: int
+    route: _containers.RepeatedCompositeFieldContainer[Next]
+    def __init__(self, step_id: _Optional[int] = ..., start_position: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., hashes: _Optional[bytes] = ..., max_length: _Optional[int] = ..., request_id: _Optional[str] = ..., reordering: _Optional[int] = ..., route: _Optional[_Iterable[_Union[Next, _Mapping]]] = ...) -> None: ...
+
+class Next(_message.Message):
+    __slots__ = ("peer", "push_key")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    push_key: bytes
+    def __init__(self, peer: _Optional[str] = ..., push_key: _Optional[bytes] = ...) -> None: ...
+
+class Push(_message.Message):
+    __slots__ = ("number", "push_key", "step", "before")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    push_key: bytes
+    step: Step
+    before: _containers.RepeatedCompositeFieldContainer[Timing]
+    def __init__(self, number: _Optional[int] = ..., push_key: _Optional[bytes] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., before: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class Timing(_message.Message):
+    __slots__ = ("queued_ms", "compute_ms", "computed_tokens", "max_length")
+    QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    queued_ms: float
+    compute_ms: float
+    computed_tokens: int
+    max_length: int
+    def __init__(self, queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
 
 class Output(_message.Message):
-    __slots__ = ("step_id", "length", "queued_ms", "compute_ms", "computed_tokens", "max_length")
+    __slots__ = ("step_id", "length", "queued_ms", "compute_ms", "computed_tokens", "max_length", "before", "unpushed")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    UNPUSHED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     length: int
     queued_ms: float
     compute_ms: float
     computed_tokens: int
     max_length: int
-    def __init__(self, step_id: _Optional[int] = ..., length: _Optional[int] = ..., queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+    before: _containers.RepeatedCompositeFieldContainer[Timing]
+    unpushed: bool
+    def __init__(self, step_id: _Optional[int] = ..., length: _Optional[int] = ..., queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ..., before: _Optional[_Iterable[_Union[Timing, _Mapping]]] = ..., unpushed: bool = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("id",)
@@ -186,7 +234,7 @@ class Backward(_message.Message):
     def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "leaving", "session", "tensors")
+    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "leaving", "push", "taken", "session", "tensors")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +246,8 @@ class Message(_message.Message):
     FORWARD_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    PUSH_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     open: Open
@@ -211,6 +261,8 @@ class Message(_message.Message):
     forward: Forward
     backward: Backward
     leaving: Leaving
+    push: Push
+    taken: Taken
     session: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...

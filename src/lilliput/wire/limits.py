@@ -24,3 +24,5 @@ FIRST_STEP_SECONDS = 10.0
 SESSION_IDLE_SECONDS = 30.0
 #: clients ping at this fraction of the idle time
 PING_FRACTION = 1 / 3
+#: random bytes that let another server push steps into a session
+PUSH_KEY_BYTES = 16

@@ -10,3 +10,5 @@ FORWARD = "lilliput.rpc_forward"
 BACKWARD = "lilliput.rpc_backward"
 #: Ping -> Pong, repeated: how long the way to a server and back takes
 PING = "lilliput.rpc_ping"
+#: Push..., each answered by Taken: from one server to the sessions of another
+PUSH = "lilliput.rpc_push"

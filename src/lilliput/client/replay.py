@@ -1,0 +1,122 @@
+"""How servers that take others' places come to hold the same caches.
+
+They are sent what is on the chain's tape. What entered the blocks in the middle of the chain may be on no tape: then
+the servers before, which live, compute it once more, from the first one on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from lilliput.client.leg import Leg, close_legs
+from lilliput.client.run import compute
+
+if TYPE_CHECKING:
+    from lilliput.client.chain import Chain
+
+T = TypeVar("T")
+
+#: where a leg stands that no part may be sent to
+_TAKES_NONE = -1
+
+
+class Replay:
+    """Plays a chain's tape to new legs. Belongs to the chain."""
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+
+    async def feed(
+        self, legs: list[Leg], length: int, failed: set[str] | None = None, version: int | None = None
+    ) -> int:
+        """Bring new legs to `length`; returns the tokens per row that they computed. If they fail, they are closed.
+
+        :param failed: gets the peers that failed
+        :param version: stop when the tape has another one
+        """
+        try:
+            block, at = legs[0].start, min(leg.answered for leg in legs)
+            if not self._chain.tape.knows(block, at, length):
+                await self._make_again(block, at)
+            await self._play(legs, at, length, version)
+            return length - at
+        except BaseException:
+            if failed is not None:
+                failed.update(leg.hop.peer_id for leg in legs if leg.session.broken or not leg.idle)
+            await close_legs(legs)
+            raise
+
+    async def _play(
+        self, legs: list[Leg], begin: int, end: int, version: int | None = None, *, keep_outputs: bool = False
+    ) -> None:
+        """Send what is on the tape through legs that follow one another."""
+        tape, history = self._chain.tape, self._chain.history
+
+        async def through(begin: int, end: int, rows: int) -> None:
+            while legs[0].sent != begin:
+                await legs[0].changed()
+            if version is not None and version != tape.version:
+                return
+            part = tape.play(legs[0].start, begin, end, rows=rows)
+            part.hashes = history.keys(begin, end, rows) if version is None else b""
+            for leg in legs:
+                while leg.sent != begin:
+                    await leg.changed()
+                if leg is not legs[0] and (version is None or version == tape.version):
+                    tape.write(leg.start, part)
+                part = replace(part, hidden=await compute(leg, part))
+            if keep_outputs:
+                tape.write(legs[-1].end, part, needed=True)
+
+        for leg in legs:
+            leg.stand_at(begin)
+        await all_of([asyncio.create_task(through(*part)) for part in self._parts(begin, end)])
+
+    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """First token, last token, and rows: tokens that all rows share are sent for one of them."""
+        if begin >= end:
+            return
+        tape = self._chain.tape
+        shared = min(tape.shared, end) if tape.rows > 1 else 0
+        hidden = tape.play(self._chain.start, begin, begin + 1).hidden
+        while begin < end:
+            sent, until = (1, shared) if begin < shared else (tape.rows, end)
+            stop = min(begin + self._chain.part_tokens(sent, hidden), until)
+            yield begin, stop, sent
+            begin = stop
+
+    async def _make_again(self, block: int, begin: int) -> None:
+        """Put on the tape what entered `block`, from token `begin` on: the server before it computes it once more."""
+        chain = self._chain
+        while True:
+            before = next(leg for leg in chain.legs if leg.end == block)
+            if before.session.broken is not None:
+                await chain.repair([before], before.session.broken)
+            elif not before.idle:
+                await before.changed()
+            else:
+                break
+        stands = before.answered
+        before.stand_at(_TAKES_NONE)
+        try:
+            if not chain.tape.knows(before.start, begin, stands):
+                await self._make_again(before.start, begin)
+            await self._play([before], begin, stands, keep_outputs=True)
+        except BaseException:
+            before.stand_at(stands)
+            await before.session.close()  # nobody knows what is in its cache now
+            raise
+
+
+async def all_of(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
+    """Results in order; the first error ends them all."""
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
