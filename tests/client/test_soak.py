@@ -23,9 +23,9 @@ from lilliput import AutoDistributedModelForCausalLM
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
 from lilliput.cli.nursery import Nursery
 from lilliput.client.async_session import AsyncInferenceSession
-from lilliput.client.chain import Recovery
 from lilliput.client.connection import Patience
 from lilliput.client.decoder import Decoder
+from lilliput.client.recovery import Recovery
 from lilliput.swarm.sockets import remove_stale_sockets
 
 SECONDS = float(os.environ.get("LILLIPUT_SOAK_SECONDS", "15"))

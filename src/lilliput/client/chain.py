@@ -193,12 +193,12 @@ class Chain:
             leg = next((leg for leg in self.legs if leg.start == block), None)
             if leg is None:
                 raise _closed()
-            if leg.sent != part.begin:  # earlier parts go first
+            if not leg.takes(part.begin, None):  # earlier parts go first
                 await leg.changed()
                 continue
             async with leg.places:
                 await leg.session.drain()
-                if leg.sent != part.begin or leg not in self.legs:
+                if leg not in self.legs or not leg.takes(part.begin, None):
                     continue
                 self.tape.write(block, part)
                 run = self._run_from(leg, part) if push else Run([leg])

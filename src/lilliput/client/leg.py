@@ -21,6 +21,7 @@ class Leg:
 
     :ivar sent: tokens per row that its server has been sent since position 0; below 0: it takes none now
     :ivar answered: of those, so many have come back
+    :ivar fed_by: who sent its server the last part: the leg before it, or None: we did
     :ivar ids: of steps, the same for all legs of a chain: servers tell by them what is late
     :ivar places: for parts that are on their way
     """
@@ -28,6 +29,7 @@ class Leg:
     def __init__(self, session: ServerSession, ids: Iterator[int]) -> None:
         self.session, self.ids = session, ids
         self.sent = self.answered = 0
+        self.fed_by: Leg | None = None
         self.moving: asyncio.Task[None] | None = None
         self.places = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._changed: asyncio.Event | None = None
@@ -47,6 +49,13 @@ class Leg:
     @property
     def idle(self) -> bool:
         return self.sent == self.answered
+
+    def takes(self, begin: int, source: Leg | None) -> bool:
+        """Whether a part that begins there may be sent to its server now, by the leg before it or (None) by us.
+
+        What comes from two sides keeps no order: what one has sent must be answered before the other sends.
+        """
+        return self.sent == begin and (self.idle or self.fed_by is source)
 
     def stand_at(self, position: int) -> None:
         """The server's cache counts up to `position`."""

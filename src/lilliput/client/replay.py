@@ -93,10 +93,10 @@ class Replay:
         chain = self._chain
         while True:
             before = next(leg for leg in chain.legs if leg.end == block)
-            if before.session.broken is not None:
-                await chain.repair([before], before.session.broken)
-            elif not before.idle:
+            if not before.idle:
                 await before.changed()
+            elif before.session.broken is not None:
+                await chain.repair([before], before.session.broken)
             else:
                 break
         stands = before.answered

@@ -23,8 +23,8 @@ class Run:
 
     async def compute(self, part: Part) -> Reply:
         """Send a part to the first server; return what comes of it, and from whom. Raises nothing."""
-        for leg in self.legs:
-            leg.sent = part.end
+        for leg, source in zip(self.legs, [None, *self.legs], strict=False):
+            leg.sent, leg.fed_by = part.end, source
             leg.wake()
         for leg in self.legs:
             if leg.session.broken is not None:
@@ -88,7 +88,7 @@ def _wrong(hidden: torch.Tensor, part: Part) -> str | None:
 def linked(first: Leg, second: Leg, part: Part) -> bool:
     """Whether the second leg can take a part right behind the first one, as far as the two sessions can tell."""
     return (
-        second.sent == part.begin
+        second.takes(part.begin, first)
         and second.session.broken is None
         and second.session.pending == first.session.pending
         and second.hop.peer_id != first.hop.peer_id

@@ -202,8 +202,8 @@ class ServedSession:
             raise BadRequest(f"a step has no tensors named {', '.join(sorted(unknown))}")
         if body.route and ("prompts" in tensors or len(body.route) > _MAX_ROUTE):
             raise BadRequest(f"a step is pushed without prompts, through at most {_MAX_ROUTE} servers")
-        if arrived.pushed:
-            self._check_pushed(arrived)
+        if self._body.push_key:
+            self._check_order(arrived)
         self._highest_id = max(self._highest_id, body.step_id)
         if body.max_length > session.max_length:
             self._extend(session, body.max_length)
@@ -225,10 +225,12 @@ class ServedSession:
             ),
         )
 
-    def _check_pushed(self, arrived: _Arrived) -> None:
+    def _check_order(self, arrived: _Arrived) -> None:
+        """Steps come from several sides. Their ids rise; what is late must not roll back what has moved on."""
         if arrived.body.step_id < self._highest_id:
-            # from a server that stood still, perhaps: the session has moved on, and must not be rolled back
             raise ServerFailure(f"step {self._highest_id} has come before step {arrived.body.step_id}")
+        if not arrived.pushed:
+            return
         if self._pushed >= _PUSHED_AT_ONCE or self._pushed_bytes + arrived.nbytes > _PUSHED_BYTES:
             raise Busy(f"{self._pushed} steps were pushed into this session and are not computed yet")
 
