@@ -54,9 +54,15 @@ def swarm(tiny_llama: Path, nursery: Nursery) -> Iterator[LocalSwarm]:
 
 
 @pytest.fixture
-def model(swarm: LocalSwarm, tiny_llama: Path) -> Iterator[Any]:
+def push() -> bool:
+    """Whether servers push to one another; tests that try both name it in a mark."""
+    return True
+
+
+@pytest.fixture
+def model(swarm: LocalSwarm, tiny_llama: Path, push: bool) -> Iterator[Any]:
     model = AutoDistributedModelForCausalLM.from_pretrained(
-        str(tiny_llama), initial_peers=swarm.initial_peers, dtype="float32", patience=Patience(silence=1.0)
+        str(tiny_llama), initial_peers=swarm.initial_peers, dtype="float32", patience=Patience(silence=1.0), push=push
     )
     yield model
     model.close()
@@ -146,6 +152,7 @@ def test_a_frozen_server_is_passed_over(swarm: LocalSwarm, model: Any, whole: An
         kill(swarm.servers[1], signal.SIGCONT)
 
 
+@pytest.mark.parametrize("push", [True, False])
 def test_inside_a_long_prefix(swarm: LocalSwarm, model: Any, whole: Any) -> None:
     swarm.start([(2, 4), (4, 6)])
     ids = torch.randint(5, 250, (1, 1900), generator=torch.Generator().manual_seed(1))
@@ -159,6 +166,7 @@ def test_inside_a_long_prefix(swarm: LocalSwarm, model: Any, whole: Any) -> None
         timer.join()
 
 
+@pytest.mark.parametrize("push", [True, False])
 def test_beams(swarm: LocalSwarm, model: Any, whole: Any) -> None:
     swarm.start([(2, 3), (3, 4)])
     recoveries = same(model, whole, {6: lambda: kill(swarm.servers[1])}, num_beams=4)
@@ -207,7 +215,7 @@ def test_when_the_client_has_kept_nothing_between_servers(
     """The servers that live make again what the lost one was sent."""
     swarm.start([(4, 5), (5, 6), (2, 4)])
     model = AutoDistributedModelForCausalLM.from_pretrained(
-        str(tiny_llama), initial_peers=swarm.initial_peers, dtype="float32", replay_bytes=0
+        str(tiny_llama), initial_peers=swarm.initial_peers, dtype="float32", replay_bytes=0, push=False
     )
     ids = torch.randint(5, 250, (2, 30), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
