@@ -218,7 +218,7 @@ class World:
         server = MadeUp(self, start, end)
         self.servers[server.peer_id] = server
 
-    async def chain(self, model: str, start: int, end: int, *, fingerprint: str, banned: Collection[str]) -> list[Hop]:
+    async def chain(self, model: str, start: int, end: int, *, banned: Collection[str], **_: Any) -> list[Hop]:
         await asyncio.sleep(0)
         records = [
             ServerRecord(peer_id=s.peer_id, model="m", model_blocks=BLOCKS, start=s.start, end=s.end)

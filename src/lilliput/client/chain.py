@@ -93,7 +93,7 @@ class Chain:
         error: LilliputError | None = None
         for _ in range(self.remote.patience.attempts):
             try:
-                hops = await self.remote.chain(self.start, self.end, banned=failed)
+                hops = await self._hops(self.start, self.end, failed)
             except MissingBlocks as e:
                 raise error or e from None
             if extend:
@@ -117,6 +117,9 @@ class Chain:
             if leg.moving is not None:
                 leg.moving.cancel()
         await asyncio.gather(*(leg.session.close() for leg in legs))
+
+    async def _hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
+        return await self.remote.chain(start, end, banned=banned, pushes=self.remote.push)
 
     async def _open_legs(self, hops: Sequence[Hop], prefix: bytes, failed: set[str]) -> list[Leg]:
         legs = await open_legs(
@@ -283,7 +286,7 @@ class Chain:
             refused: set[str] = set()
             try:
                 banned = {peer for peer, at in failed.items() if time.monotonic() - at < _FORGIVE_SECONDS}
-                hops = await self.remote.chain(gone[0].start, gone[-1].end, banned=banned)
+                hops = await self._hops(gone[0].start, gone[-1].end, banned)
                 legs = await self._open_legs(hops, self._prefix(length), refused)
                 replayed = await self.replay.feed(legs, length, refused)
                 break
@@ -346,7 +349,7 @@ class Chain:
         while leg in self.legs and leg.session.broken is None:
             legs: list[Leg] = []
             try:
-                hops = await self.remote.chain(leg.start, leg.end, banned={leg.hop.peer_id})
+                hops = await self._hops(leg.start, leg.end, {leg.hop.peer_id})
                 legs = await self._open_legs(hops, b"", set())
                 version, replayed = self.tape.version, 0
                 for _ in range(_CATCH_UPS):

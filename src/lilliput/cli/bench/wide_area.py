@@ -28,27 +28,30 @@ def measure(model: str, blocks: int, rounds: int, *, dtype: str, codec: str) -> 
     """Tokens a second, measured and as the sum of all legs and the servers' own time allows."""
     edges = [blocks * i // len(_AWAY) for i in range(len(_AWAY) + 1)]
     away = ", ".join(f"{delay * 1e3:.0f}" for delay in _AWAY)
-    # whoever lets servers push adds a stream that does, beside the one that goes over the client
-    stream = Figure("wide-area, one stream", "tokens/s", note=f"servers {away} ms away, one way")
+    carried = Figure("wide-area, one stream, carried", "tokens/s", note=f"servers {away} ms away, one way")
+    stream = Figure("wide-area, one stream, pushed", "tokens/s", note="each server sends straight to the next")
     star = Figure("wide-area, bound over the client", "tokens/s", note="1 / (there and back to each, compute)")
     pushed = Figure("wide-area, bound if servers push", "tokens/s", note="1 / (legs of the chain, compute)")
     with (
         _links() as links,
         LocalSwarm(model, list(itertools.pairwise(edges)), options=["--dtype", dtype], links=links) as swarm,
     ):
-        distributed = AutoDistributedModelForCausalLM.from_pretrained(
-            model, initial_peers=swarm.initial_peers, dtype=dtype, codec=codec
-        )
-        try:
-            for number in range(rounds + 1):
-                took, compute = _seconds_a_token(distributed, number)
-                if number:  # the first round warms up
-                    stream.values.append(1 / took)
-                    star.values.append(1 / (2 * sum(_AWAY) + compute))
-                    pushed.values.append(1 / (2 * _AWAY[-1] + compute))
-        finally:
-            distributed.close()
-    return [stream, star, pushed]
+        for push, figure, bound, trips in (
+            (False, carried, star, 2 * sum(_AWAY)),
+            (True, stream, pushed, 2 * _AWAY[-1]),
+        ):
+            distributed = AutoDistributedModelForCausalLM.from_pretrained(
+                model, initial_peers=swarm.initial_peers, dtype=dtype, codec=codec, push=push
+            )
+            try:
+                for number in range(rounds + 1):
+                    took, compute = _seconds_a_token(distributed, number)
+                    if number:  # the first round warms up
+                        figure.values.append(1 / took)
+                        bound.values.append(1 / (trips + compute))
+            finally:
+                distributed.close()
+    return [carried, star, stream, pushed]
 
 
 @contextlib.contextmanager
