@@ -6,6 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def shared(wide: LocalSwarm) -> Iterator[SharedConnection]:
 
 @pytest.fixture(scope="module")
 def remote(shared: SharedConnection, files: ModelFiles) -> RemoteModel:
-    return RemoteModel(shared.connection, files.name, 6, files.fingerprint)
+    return RemoteModel(shared.connection, files.name, 6, files.fingerprint, push=False)
 
 
 def test_a_route_takes_the_nearer_servers_and_what_was_predicted(
@@ -108,6 +109,16 @@ def test_servers_announce_how_far_those_are_that_could_follow_them(
             assert milliseconds <= told[peer][follower] < milliseconds + 40
     chain = shared.run(remote.chain(0, 6, pushes=True))
     assert [hop.peer_id for hop in chain] == [first, second, third]
+
+
+def test_what_is_pushed_takes_what_was_predicted(shared: SharedConnection, remote: RemoteModel) -> None:
+    pushing = replace(remote, push=True)
+    chain = shared.run(pushing.chain(0, 6, pushes=True))
+    measured = shared.run(shared.connection.round_trips([hop.record for hop in chain]))
+    expected = estimate(chain, round_trips=measured, pushes=True)
+    timing = shared.run(time_chain(pushing, chain, WIDTH))
+    assert 0.75 < expected.total / timing.total < 1.25
+    assert timing.total < 0.9 * shared.run(time_chain(remote, chain, WIDTH)).total
 
 
 def test_the_command_shows_each_leg_beside_what_was_measured(wide: LocalSwarm, tiny_llama: Path) -> None:

@@ -53,7 +53,10 @@ def route(
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Show through which servers a session would go, with what each leg is expected to take and what it takes."""
+    """Show through which servers a session would go, with what each leg is expected to take and what it takes.
+
+    That is a session without push: each leg goes out from here and back, so it can be measured by itself.
+    """
     process.prepare()
     if not initial_peers:
         raise BadRequest(NO_PEERS)
@@ -70,7 +73,8 @@ def route(
     try:
         files = resolve(model, revision=revision, token=token, weights=False)
         config = files.config()
-        remote = RemoteModel(shared.connection, files.name, int(config["num_hidden_layers"]), files.fingerprint)
+        blocks = int(config["num_hidden_layers"])
+        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint, push=False)
 
         async def travel() -> Route:
             chain = await remote.chain(0, remote.blocks)
