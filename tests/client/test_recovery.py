@@ -272,6 +272,8 @@ def test_sessions_move_before_a_server_leaves(beams: int, swarm: LocalSwarm, mod
     assert time.monotonic() - begun < 30
     assert [(r.moved, r.peer_id, len(r.new_peer_ids)) for r in recoveries] == [(True, leaver.peer_id, 2)]
     assert recoveries[0].replayed_tokens >= PROMPT.shape[1]
+    if beams == 1:  # beams may change places meanwhile, and then all is to be sent once more
+        assert recoveries[0].waited_tokens <= 2
 
 
 def test_a_server_leaves_though_there_is_nobody_else(swarm: LocalSwarm, model: Any, whole: Any) -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+from lilliput.client.connection import Patience
 from lilliput.client.history import TokenHistory
 from lilliput.client.leg import Leg, close_legs, open_legs
 from lilliput.client.recovery import Recovery, why_nobody
@@ -29,7 +30,7 @@ from lilliput.client.route import Hop
 from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.tape import Part, Tape
-from lilliput.errors import LilliputError, MissingBlocks, SessionExpired, Unreachable
+from lilliput.errors import CacheFull, LilliputError, MissingBlocks, SessionExpired, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +122,11 @@ class Chain:
     async def _hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
         return await self.remote.chain(start, end, banned=banned, pushes=self.remote.push)
 
-    async def _open_legs(self, hops: Sequence[Hop], prefix: bytes, failed: set[str]) -> list[Leg]:
+    async def _open_legs(
+        self, hops: Sequence[Hop], prefix: bytes, failed: set[str], patience: Patience | None = None
+    ) -> list[Leg]:
         legs = await open_legs(
-            self.remote,
+            replace(self.remote, patience=patience) if patience else self.remote,
             hops,
             failed,
             max_length=self.max_length,
@@ -268,8 +271,14 @@ class Chain:
                 await self.repair(self._gone_with(leg), error)
 
     async def repair(self, gone: list[Leg], error: LilliputError) -> None:
-        """Put others in the place of legs that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can."""
+        """Put others in the place of legs that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can.
+
+        A leg whose server only has no room to let the session grow is not lost: it is replaced if others have room at
+        once, and nobody is waited for.
+        """
         patience = self.remote.patience
+        if lives := isinstance(error, CacheFull):
+            patience = replace(patience, queue=0.0, recovery=0.0)
         self._failures += 1
         given_up = self._closed or self.remote.connection.closed
         if given_up or not error.retry_elsewhere or self._failures > patience.attempts:
@@ -287,7 +296,7 @@ class Chain:
             try:
                 banned = {peer for peer, at in failed.items() if time.monotonic() - at < _FORGIVE_SECONDS}
                 hops = await self._hops(gone[0].start, gone[-1].end, banned)
-                legs = await self._open_legs(hops, self._prefix(length), refused)
+                legs = await self._open_legs(hops, self._prefix(length), refused, patience)
                 replayed = await self.replay.feed(legs, length, refused)
                 break
             except LilliputError as e:
@@ -295,10 +304,12 @@ class Chain:
                 if not isinstance(e, MissingBlocks):
                     refusal = e
                 if self._closed or not e.retry_elsewhere or time.monotonic() - begun >= patience.recovery:
+                    if lives:
+                        raise error from None
                     raise why_nobody(e, refusal, error) from error
                 if isinstance(e, MissingBlocks):
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        await self._take_over(gone, legs, str(error), time.monotonic() - begun, replayed)
+        await self._take_over(gone, legs, str(error), time.monotonic() - begun, replayed, replayed)
 
     def _gone_with(self, leg: Leg) -> list[Leg]:
         """The leg and those next to it that failed too, as far as no part is between them."""
@@ -311,7 +322,14 @@ class Chain:
         return [*reversed(before), leg, *itertools.takewhile(failed_too, self.legs[at + 1 :])]
 
     async def _take_over(
-        self, gone: list[Leg], legs: list[Leg], why: str, seconds: float, replayed: int, moved: bool = False
+        self,
+        gone: list[Leg],
+        legs: list[Leg],
+        why: str,
+        seconds: float,
+        replayed: int,
+        waited: int,
+        moved: bool = False,
     ) -> None:
         if self._closed:
             await close_legs(legs)
@@ -320,7 +338,8 @@ class Chain:
         self.legs[first : first + len(gone)] = legs
         self.tape.keep_only([] if self.remote.push else [leg.start for leg in self.legs])
         peers = tuple(leg.hop.peer_id for leg in legs)
-        recovery = Recovery(gone[0].start, gone[-1].end, gone[0].hop.peer_id, peers, why, seconds, replayed, moved)
+        lost = gone[0].start, gone[-1].end, gone[0].hop.peer_id
+        recovery = Recovery(*lost, peers, why, seconds, replayed, waited, moved)
         self.recoveries.append(recovery)
         logger.info("%s (%s)", recovery, why)
         for leg in gone:
@@ -345,15 +364,23 @@ class Chain:
                 leg.moving = asyncio.create_task(self._move(leg))
 
     async def _move(self, leg: Leg) -> None:
-        """Feed others while the steps go on, then put them in the leg's place between two steps."""
+        """Feed others while the steps go on, then put them in the leg's place between two steps.
+
+        What entered the leg is on no tape if servers pushed it. Then further sessions on the servers before make it
+        again meanwhile; if those have no room, the steps wait while it is made again.
+        """
+        helped = True
         while leg in self.legs and leg.session.broken is None:
             legs: list[Leg] = []
             try:
                 hops = await self._hops(leg.start, leg.end, {leg.hop.peer_id})
-                legs = await self._open_legs(hops, b"", set())
+                before = [] if self.tape.knows(leg.start, 0, leg.answered) or not helped else self._legs_before(leg)
+                helped = False
+                legs = await self._open_legs([*(earlier.hop for earlier in before), *hops], b"", set())
                 version, replayed = self.tape.version, 0
                 for _ in range(_CATCH_UPS):
-                    if version != self.tape.version or not self.tape.knows(leg.start, legs[0].answered, leg.answered):
+                    at = legs[0].answered
+                    if version != self.tape.version or not self.tape.knows(legs[0].start, at, leg.answered):
                         break
                     replayed += (fed := await self.replay.feed(legs, leg.answered, version=version))
                     if fed <= 1:
@@ -364,14 +391,18 @@ class Chain:
                         if version != self.tape.version:  # rows or tokens are not what was sent
                             for new in legs:
                                 new.stand_at(0)
-                        replayed += await self.replay.feed(legs, leg.answered)
+                        replayed += (waited := await self.replay.feed(legs, leg.answered))
                         seconds = time.monotonic() - begun
-                        await self._take_over([leg], legs, "it is about to leave", seconds, replayed, moved=True)
+                        why = "it is about to leave"
+                        await self._take_over([leg], legs[len(before) :], why, seconds, replayed, waited, moved=True)
             except LilliputError as e:  # there is nobody yet, and perhaps there will be before it goes
                 logger.info("the session on %s could not move: %s", leg.hop, e)
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
             finally:
                 await close_legs([new for new in legs if new not in self.legs])
+
+    def _legs_before(self, leg: Leg) -> list[Leg]:
+        return self.legs[: self.legs.index(leg)]
 
 
 def _closed() -> LilliputError:

@@ -14,6 +14,7 @@ class Recovery:
     :ivar why: what the server that had them did, in words
     :ivar seconds: that a step waited for it
     :ivar replayed_tokens: per row, computed anew
+    :ivar waited_tokens: of those, so many while a step waited
     :ivar moved: the server was about to leave, and others were ready before it did
     """
 
@@ -24,6 +25,7 @@ class Recovery:
     why: str
     seconds: float
     replayed_tokens: int
+    waited_tokens: int
     moved: bool = False
 
     def __str__(self) -> str:

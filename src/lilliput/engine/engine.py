@@ -117,6 +117,11 @@ class Engine:
         if self._thread.ident is not None:
             self._thread.join()
 
+    @property
+    def failed(self) -> bool:
+        """It has ended without having been told to."""
+        return self._stopped and not self._stopping
+
     # ---- called from any thread ----
 
     def open(

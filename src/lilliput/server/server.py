@@ -22,7 +22,6 @@ import torch
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-import lilliput
 from lilliput.engine.engine import Engine
 from lilliput.engine.probe import measure
 from lilliput.errors import Draining, LilliputError, ModelError
@@ -31,15 +30,14 @@ from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
+from lilliput.server.announcer import Announcer
 from lilliput.server.client_stream import ClientStream
-from lilliput.server.followers import Followers
 from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
 from lilliput.swarm import directory
 from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.node import Node
-from lilliput.swarm.records import ServerRecord
 from lilliput.swarm.round_trips import answer_pings
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel
@@ -144,6 +142,7 @@ class Server(hivemind.moe.Server):
         #: set when the server is ready, or has failed
         self.decided = threading.Event()
         self._failure: BaseException | None = None
+        self._abandoned = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._draining: asyncio.Event | None = None
@@ -239,32 +238,42 @@ class Server(hivemind.moe.Server):
             starting = asyncio.ensure_future(Node.start(**self._node_options))
             loading = asyncio.ensure_future(_in_thread(self._load))
             stack.push_async_callback(_stop_node, starting)
+            stack.callback(self._abandon, loading)
             first = asyncio.gather(starting, loading)
+            first.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late
             waiting: set[asyncio.Future[Any]] = {first, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 first.cancel()
                 return
-            node, service = first.result()
-            stack.callback(service.engine.stop)
-            self.service = service
+            node, self.service = first.result()
+            service = self.service
             await self._serve(node, service)
-            self._followers = Followers(node, service.model, self.blocks[1])
-            stack.callback(asyncio.ensure_future(self._followers.watch(self.options.lease_seconds / 3)).cancel)
             assert service.pushes is not None
             stack.callback(service.pushes.close)
-            record = await self._announce(node, service)
-            announcing = asyncio.ensure_future(self._keep_announcing(node, service))
+            announcer = self._announcer(node, service)
+            await announcer.announce()
+            announcing = asyncio.ensure_future(announcer.go_on())
             stack.callback(announcing.cancel)
             self._ready.set()
             self.decided.set()
             logger.info("serving blocks %d:%d of %s", *self.blocks, service.model)
-            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
+            waiting = {stopped, drained, announcing}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failed = announcing.done()
             announcing.cancel()
-            if not stopped.done():
-                await self._drain(node, service, stopped)
+            if drained.done() and not stopped.done():
+                await self._drain(announcer, stopped)
             self._ready.clear()
-            await self._farewell(node, service, record)
+            await self._farewell(announcer)
+            if failed:
+                announcing.result()
+
+    def _abandon(self, loading: asyncio.Future[Service]) -> None:
+        """Stop the engine, or have it stopped when it has been made after all."""
+        self._abandoned.set()
+        if loading.done() and not loading.cancelled() and loading.exception() is None:
+            loading.result().engine.stop()
 
     def _load(self) -> Service:
         options, (start, end) = self.options, self.blocks
@@ -289,6 +298,8 @@ class Server(hivemind.moe.Server):
         measure(engine)
         gc.collect()
         gc.freeze()  # what is loaded stays; collections need not look at it
+        if self._abandoned.is_set():  # nobody waits for it any more
+            engine.stop()
         self._files, self._model_blocks = files, count
         return Service(
             model=files.name,
@@ -327,51 +338,26 @@ class Server(hivemind.moe.Server):
             f"{self._files.uid_prefix}.{block}": service.span.shapes[block] for block in range(*self.blocks)
         }
 
-    async def _announce(self, node: Node, service: Service) -> ServerRecord:
-        record = self._record(node, service)
-        await directory.announce(node, record, self.options.lease_seconds)
-        if self.options.declare_uids:
-            await directory.declare_uids(node, self._files.uid_prefix, self.blocks, 2 * self.options.lease_seconds)
-        return record
-
-    async def _keep_announcing(self, node: Node, service: Service) -> None:
-        while True:
-            await asyncio.sleep(self.options.lease_seconds / 3)
-            try:
-                await self._announce(node, service)
-            except Exception as e:  # the network may come back
-                logger.warning("could not announce this server to the swarm: %s", e)
-
-    def _record(self, node: Node, service: Service) -> ServerRecord:
-        rates, admission = service.engine.rates, service.admission
-        return ServerRecord(
-            peer_id=str(node.peer_id),
-            model=service.model,
+    def _announcer(self, node: Node, service: Service) -> Announcer:
+        options = self.options
+        return Announcer(
+            node,
+            service,
             fingerprint=self._files.fingerprint,
             model_blocks=self._model_blocks,
-            start=self.blocks[0],
-            end=self.blocks[1],
-            state="draining" if service.draining else "serving",
-            dtype=self.options.dtype,
-            max_length=admission.max_length,
-            cache_tokens=admission.pages * admission.page_size,
-            cache_tokens_free=admission.free_tokens,
-            sessions=admission.running,
-            queue_length=admission.waiting,
-            tokens_per_second=rates.session_tokens_per_second or None,
-            prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
-            step_ms=rates.decode_round_seconds * 1e3 or None,
-            followers=self._followers.nearest,
-            version=lilliput.__version__,
-            started_at=self._started_at,
+            dtype=options.dtype,
             addresses=self.addresses,
+            lease_seconds=options.lease_seconds,
+            uid_prefix=self._files.uid_prefix if options.declare_uids else "",
+            started_at=self._started_at,
         )
 
-    async def _drain(self, node: Node, service: Service, stopped: asyncio.Future[Any]) -> None:
+    async def _drain(self, announcer: Announcer, stopped: asyncio.Future[Any]) -> None:
         """Return when all sessions have moved, when they have had their time, or when told to stop."""
+        service = announcer.service
         service.draining = True
         within = self.options.drain_seconds
-        announcing = asyncio.ensure_future(self._announce(node, service))
+        announcing = asyncio.ensure_future(announcer.announce())
         for stream in list(service.streams):
             stream.tell_leaving(within)
         until = time.monotonic() + within
@@ -382,9 +368,10 @@ class Server(hivemind.moe.Server):
         await asyncio.wait({announcing}, timeout=_FAREWELL_SECONDS)  # a late one would undo the farewell
         announcing.cancel()
 
-    async def _farewell(self, node: Node, service: Service, record: ServerRecord) -> None:
+    async def _farewell(self, announcer: Announcer) -> None:
+        service = announcer.service
         service.draining = True
-        withdrawing = asyncio.ensure_future(directory.withdraw(node, record))
+        withdrawing = asyncio.ensure_future(announcer.withdraw())
         streams = list(service.streams)
         for stream in streams:
             stream.end(Draining("this server is leaving; open a session elsewhere"))

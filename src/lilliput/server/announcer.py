@@ -1,0 +1,94 @@
+"""What a server tells the swarm about itself, as long as it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import lilliput
+from lilliput.errors import ServerFailure
+from lilliput.server.followers import Followers
+from lilliput.server.service import Service
+from lilliput.swarm import directory
+from lilliput.swarm.node import Node
+from lilliput.swarm.records import ServerRecord
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Announcer:
+    """Announces one server, and withdraws it.
+
+    :param model_blocks: of the whole model
+    :param lease_seconds: how long an announcement counts; it is made anew at a third of it
+    :param uid_prefix: also declare the blocks as hivemind's experts `PREFIX.N`; empty: do not
+    """
+
+    node: Node
+    service: Service
+    fingerprint: str
+    model_blocks: int
+    dtype: str
+    addresses: Sequence[str]
+    lease_seconds: float
+    uid_prefix: str = ""
+    started_at: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self._followers = Followers(self.node, self.service.model, self.service.span.end)
+
+    async def announce(self) -> None:
+        """Tell how things are now."""
+        await directory.announce(self.node, self._record(), self.lease_seconds)
+        if self.uid_prefix:
+            span = self.service.span.start, self.service.span.end
+            await directory.declare_uids(self.node, self.uid_prefix, span, 2 * self.lease_seconds)
+
+    async def go_on(self) -> None:
+        """Announce again and again. Raises `ServerFailure` when the engine has failed: nothing is served any more."""
+        watching = asyncio.ensure_future(self._followers.watch(self.lease_seconds / 3))
+        try:
+            while True:
+                await asyncio.sleep(self.lease_seconds / 3)
+                if self.service.engine.failed:
+                    raise ServerFailure("the engine has failed, and the server leaves; its log says why")
+                try:
+                    await self.announce()
+                except Exception as e:  # the network may come back
+                    logger.warning("could not announce this server to the swarm: %s", e)
+        finally:
+            watching.cancel()
+
+    async def withdraw(self) -> None:
+        """Say goodbye: nobody who looks from now on finds the server."""
+        await directory.withdraw(self.node, self._record())
+
+    def _record(self) -> ServerRecord:
+        service = self.service
+        rates, admission = service.engine.rates, service.admission
+        return ServerRecord(
+            peer_id=str(self.node.peer_id),
+            model=service.model,
+            fingerprint=self.fingerprint,
+            model_blocks=self.model_blocks,
+            start=service.span.start,
+            end=service.span.end,
+            state="draining" if service.draining else "serving",
+            dtype=self.dtype,
+            max_length=admission.max_length,
+            cache_tokens=admission.pages * admission.page_size,
+            cache_tokens_free=admission.free_tokens,
+            sessions=admission.running,
+            queue_length=admission.waiting,
+            tokens_per_second=rates.session_tokens_per_second or None,
+            prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
+            step_ms=rates.decode_round_seconds * 1e3 or None,
+            followers=self._followers.nearest,
+            version=lilliput.__version__,
+            started_at=self.started_at,
+            addresses=tuple(self.addresses),
+        )
