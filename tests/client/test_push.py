@@ -100,7 +100,7 @@ def test_messages_for_each_token(
     push: bool, messages: int, tiny_swarm: LocalSwarm, tiny_llama: Path, whole: Any, counted: Counter[str]
 ) -> None:
     with (
-        connected(tiny_llama, tiny_swarm.initial_peers, push=push) as model,
+        connected(tiny_llama, tiny_swarm.initial_peers, push=push, prefix_secret=f"{push}") as model,  # nothing cached
         model.inference_session(max_length=64) as session,
     ):
         assert generate(model) == generate(whole)
