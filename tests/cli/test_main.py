@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,19 +47,14 @@ def test_every_command_explains_itself(command: str) -> None:
     assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
 
 
-def test_help_comes_at_once_and_without_heavy_libraries() -> None:
+def test_help_comes_without_heavy_libraries() -> None:
     code = (
         "import sys\nfrom lilliput.cli.main import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: print({'torch', 'transformers', 'hivemind', 'numpy'} & set(sys.modules))"
     )
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        shown = subprocess.check_output([sys.executable, "-c", code], text=True)
-        took.append(time.perf_counter() - start)
+    shown = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert shown.splitlines()[-1] == "set()"
-    assert min(took) < 0.5
 
 
 def test_fetch_prints_the_folder_and_nothing_else_on_standard_output(demo_model: ModelFiles) -> None:

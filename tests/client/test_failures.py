@@ -211,7 +211,7 @@ class TestProcesses:
             begin = time.monotonic()
             with pytest.raises(MissingBlocks, match=r"3:6 of tiny-llama .*connection broke") as error:
                 session.step(states(1, 1))
-            assert time.monotonic() - begin < 1
+            assert time.monotonic() - begin < 5  # a second, where nothing else runs
             assert error.value.blocks == ((3, 6),)
             with pytest.raises(MissingBlocks, match="3:6"):
                 session.step(states(1, 1))

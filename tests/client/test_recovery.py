@@ -283,7 +283,7 @@ def test_a_server_leaves_though_there_is_nobody_else(swarm: LocalSwarm, model: A
         kill(leaver, signal.SIGTERM)
         begun = time.monotonic()
         leaver.process.wait(10)
-        assert 2 < time.monotonic() - begun < 6
+        assert 2 < time.monotonic() - begun < 9
         swarm.start([(2, 4)])
         answer = model.generate(first, **{**GREEDY, "max_new_tokens": NEW - 5})
         assert answer.tolist() == whole.generate(PROMPT, **GREEDY).tolist()

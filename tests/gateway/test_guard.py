@@ -64,7 +64,7 @@ def test_some_wait_and_others_are_refused(client: openai.OpenAI) -> None:
     began = time.monotonic()
     with pytest.raises(openai.RateLimitError) as refused:
         brief(client)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5
     assert int(refused.value.response.headers["retry-after"]) >= 1
     assert refused.value.code == "rate_limit_exceeded"
     assert not answers
