@@ -163,7 +163,7 @@ def test_a_pass_whose_client_is_gone_is_given_up(server: Server, peer: Peer) -> 
     wait_until(lambda: service_of(server).passes == 0)
     gate.set()
     engine.call(lambda: None).result(PATIENCE)
-    wait_until(lambda: not engine._training)
+    wait_until(lambda: not engine._passes)
     assert engine.counters.units - units <= 3
 
 

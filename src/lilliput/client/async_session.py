@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from lilliput.client.chain import Chain
-from lilliput.client.history import UNKNOWN, TokenHistory
+from lilliput.client.history import UNKNOWN, TokenHistory, for_all_rows
 from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
@@ -262,8 +262,7 @@ class AsyncInferenceSession:
         if tokens is not None and usable >= GRAIN:
             keys = self.history.keys_of(tokens[:, :usable])
             grains = len(keys) // (rows * KEY_BYTES)
-            # every row of the session gets a prefix; those that are not in the first step are made from it later
-            prefix = keys + keys[len(keys) - grains * KEY_BYTES :] * (self.max_rows - rows)
+            prefix = for_all_rows(keys, rows, self.max_rows)
         cached = await self.open(prefix=prefix)
         self._rows = rows
         return min(cached, grains * GRAIN)

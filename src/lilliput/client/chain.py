@@ -21,15 +21,17 @@ from dataclasses import replace
 import torch
 
 from lilliput.client.connection import Patience
-from lilliput.client.history import TokenHistory
+from lilliput.client.history import TokenHistory, for_all_rows
 from lilliput.client.leg import Leg, close_legs, open_legs
+from lilliput.client.move import move
 from lilliput.client.recovery import Recovery, why_nobody
 from lilliput.client.remote import RemoteModel
-from lilliput.client.replay import Replay, all_of
+from lilliput.client.replay import Replay
 from lilliput.client.route import Hop
 from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.tape import Part, Tape
+from lilliput.client.tasks import all_of
 from lilliput.errors import CacheFull, LilliputError, MissingBlocks, SessionExpired, Unreachable
 
 logger = logging.getLogger(__name__)
@@ -42,8 +44,6 @@ _PART_BYTES = 32 << 20
 _LOOK_AGAIN_SECONDS = 0.5
 #: who failed is asked again after this long, if there is nobody else (seconds)
 _FORGIVE_SECONDS = 5.0
-#: who takes over from a server that leaves is fed so often before the steps wait for the last tokens
-_CATCH_UPS = 4
 
 
 class Chain:
@@ -75,7 +75,7 @@ class Chain:
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
-        self._busy, self._repairing = busy, asyncio.Lock()
+        self.busy, self._repairing = busy, asyncio.Lock()
         self._ids = itertools.count(1)
         self._failures = 0
         self._closed = False
@@ -94,14 +94,14 @@ class Chain:
         error: LilliputError | None = None
         for _ in range(self.remote.patience.attempts):
             try:
-                hops = await self._hops(self.start, self.end, failed)
+                hops = await self.hops(self.start, self.end, failed)
             except MissingBlocks as e:
                 raise error or e from None
             if extend:
                 limits = [hop.record.max_length for hop in hops if hop.record.max_length]
                 self.max_length = min([self.max_length, *limits])
             try:
-                self.legs = await self._open_legs(hops, prefix, failed)
+                self.legs = await self.open_legs(hops, prefix, failed)
                 return self.legs[0].answered
             except LilliputError as e:
                 if not e.retry_elsewhere:
@@ -119,12 +119,14 @@ class Chain:
                 leg.moving.cancel()
         await asyncio.gather(*(leg.session.close() for leg in legs))
 
-    async def _hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
+    async def hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
+        """A chain of servers for some of the blocks. Raises `MissingBlocks`."""
         return await self.remote.chain(start, end, banned=banned, pushes=self.remote.push)
 
-    async def _open_legs(
+    async def open_legs(
         self, hops: Sequence[Hop], prefix: bytes, failed: set[str], patience: Patience | None = None
     ) -> list[Leg]:
+        """Sessions on these servers, standing at what they all have cached. Adds to `failed` who refused."""
         legs = await open_legs(
             replace(self.remote, patience=patience) if patience else self.remote,
             hops,
@@ -295,8 +297,8 @@ class Chain:
             refused: set[str] = set()
             try:
                 banned = {peer for peer, at in failed.items() if time.monotonic() - at < _FORGIVE_SECONDS}
-                hops = await self._hops(gone[0].start, gone[-1].end, banned)
-                legs = await self._open_legs(hops, self._prefix(length), refused, patience)
+                hops = await self.hops(gone[0].start, gone[-1].end, banned)
+                legs = await self.open_legs(hops, self._prefix(length), refused, patience)
                 replayed = await self.replay.feed(legs, length, refused)
                 break
             except LilliputError as e:
@@ -309,7 +311,8 @@ class Chain:
                     raise why_nobody(e, refusal, error) from error
                 if isinstance(e, MissingBlocks):
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        await self._take_over(gone, legs, str(error), time.monotonic() - begun, replayed, replayed)
+        seconds = time.monotonic() - begun
+        await self.take_over(gone, legs, str(error), seconds=seconds, replayed=replayed, waited=replayed)
 
     def _gone_with(self, leg: Leg) -> list[Leg]:
         """The leg and those next to it that failed too, as far as no part is between them."""
@@ -321,16 +324,18 @@ class Chain:
         before = list(itertools.takewhile(failed_too, reversed(self.legs[:at])))
         return [*reversed(before), leg, *itertools.takewhile(failed_too, self.legs[at + 1 :])]
 
-    async def _take_over(
+    async def take_over(
         self,
         gone: list[Leg],
         legs: list[Leg],
         why: str,
+        *,
         seconds: float,
         replayed: int,
         waited: int,
         moved: bool = False,
     ) -> None:
+        """Put legs that have been fed in the place of others. The numbers are for the `Recovery`."""
         if self._closed:
             await close_legs(legs)
             raise _closed()
@@ -352,57 +357,14 @@ class Chain:
     def _prefix(self, length: int) -> bytes:
         """Keys of the first `length` tokens, for all rows that there may be."""
         rows = self.tape.rows
-        keys = self.history.keys(0, length, rows)
-        each = len(keys) // rows if rows else 0
-        return keys + keys[len(keys) - each :] * (self.max_rows - rows) if each else b""
+        return for_all_rows(self.history.keys(0, length, rows), rows, self.max_rows)
 
     # -- when a server is about to leave
 
     def _server_leaves(self, session: ServerSession) -> None:
         for leg in self.legs:
             if leg.session is session and leg.moving is None and not self._closed:
-                leg.moving = asyncio.create_task(self._move(leg))
-
-    async def _move(self, leg: Leg) -> None:
-        """Feed others while the steps go on, then put them in the leg's place between two steps.
-
-        What entered the leg is on no tape if servers pushed it. Then further sessions on the servers before make it
-        again meanwhile; if those have no room, the steps wait while it is made again.
-        """
-        helped = True
-        while leg in self.legs and leg.session.broken is None:
-            legs: list[Leg] = []
-            try:
-                hops = await self._hops(leg.start, leg.end, {leg.hop.peer_id})
-                before = [] if self.tape.knows(leg.start, 0, leg.answered) or not helped else self._legs_before(leg)
-                helped = False
-                legs = await self._open_legs([*(earlier.hop for earlier in before), *hops], b"", set())
-                version, replayed = self.tape.version, 0
-                for _ in range(_CATCH_UPS):
-                    at = legs[0].answered
-                    if version != self.tape.version or not self.tape.knows(legs[0].start, at, leg.answered):
-                        break
-                    replayed += (fed := await self.replay.feed(legs, leg.answered, version=version))
-                    if fed <= 1:
-                        break
-                async with self._busy:
-                    if leg in self.legs:
-                        begun = time.monotonic()
-                        if version != self.tape.version:  # rows or tokens are not what was sent
-                            for new in legs:
-                                new.stand_at(0)
-                        replayed += (waited := await self.replay.feed(legs, leg.answered))
-                        seconds = time.monotonic() - begun
-                        why = "it is about to leave"
-                        await self._take_over([leg], legs[len(before) :], why, seconds, replayed, waited, moved=True)
-            except LilliputError as e:  # there is nobody yet, and perhaps there will be before it goes
-                logger.info("the session on %s could not move: %s", leg.hop, e)
-                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-            finally:
-                await close_legs([new for new in legs if new not in self.legs])
-
-    def _legs_before(self, leg: Leg) -> list[Leg]:
-        return self.legs[: self.legs.index(leg)]
+                leg.moving = asyncio.create_task(move(self, leg))
 
 
 def _closed() -> LilliputError:

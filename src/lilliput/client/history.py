@@ -125,3 +125,9 @@ class TokenHistory:
             key = hashlib.blake2b(key + data, digest_size=KEY_BYTES).digest()
             keys.append(key)
         return keys
+
+
+def for_all_rows(keys: bytes, rows: int, max_rows: int) -> bytes:
+    """The keys of `rows` rows, and for those that will be made from the last of them, that one's: `[max_rows, n]`."""
+    each = len(keys) // rows if rows else 0
+    return keys + keys[len(keys) - each :] * (max_rows - rows) if each else b""

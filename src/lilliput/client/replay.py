@@ -7,17 +7,16 @@ the servers before, which live, compute it once more, from the first one on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lilliput.client.leg import Leg, close_legs
 from lilliput.client.run import compute
+from lilliput.client.tasks import all_of
 
 if TYPE_CHECKING:
     from lilliput.client.chain import Chain
-
-T = TypeVar("T")
 
 #: where a leg stands that no part may be sent to
 _TAKES_NONE = -1
@@ -109,14 +108,3 @@ class Replay:
             before.stand_at(stands)
             await before.session.close()  # nobody knows what is in its cache now
             raise
-
-
-async def all_of(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
-    """Results in order; the first error ends them all."""
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -16,6 +16,7 @@ from lilliput.client.connection import Patience, SharedConnection
 from lilliput.client.costs import PASSES
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
+from lilliput.client.tasks import all_of
 from lilliput.errors import BadRequest, LilliputError, MissingBlocks, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.protocol import BACKWARD, FORWARD
@@ -297,11 +298,4 @@ async def _at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]]) -> list
         async with places:
             return await item()
 
-    tasks = [asyncio.create_task(in_turn(item)) for item in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    return await all_of([asyncio.create_task(in_turn(item)) for item in work])

@@ -13,21 +13,23 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
+from lilliput.engine.counters import Counters
 from lilliput.engine.packing import Slice, attend_to_self, looks_ahead, pack, unpack
 from lilliput.engine.pages import PagePool
+from lilliput.engine.passes import Passes
 from lilliput.engine.rates import Rates
-from lilliput.engine.scheduler import Absent, Budget, Waiting, plan_round, worth_waiting
+from lilliput.engine.scheduler import Budget, Waiting, plan_round, worth_waiting
 from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.engine.step_queue import StepQueue
 from lilliput.engine.threads import Threads
-from lilliput.engine.training import Pass, check_pass, units
+from lilliput.engine.training import Pass
 from lilliput.engine.turns import Turn
 from lilliput.errors import BadRequest, LilliputError, ServerFailure, SessionExpired
 from lilliput.models.span import Span
@@ -35,47 +37,8 @@ from lilliput.models.span import Span
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: while sessions are generating, training passes get about this share of the device's time
-TRAINING_SHARE = 0.25
-_MOST_CREDIT = 0.1
-#: a session that stays away longer than this is not waited for (seconds)
-_FORGET_AFTER = 1.0
 _ALONE: AbstractContextManager[None] = nullcontext()
 _SHUTTING_DOWN = SessionExpired("the server computes no more")
-
-
-def _both(
-    first: Callable[[StepOutput | LilliputError], None], second: Callable[[StepOutput | LilliputError], None]
-) -> Callable[[StepOutput | LilliputError], None]:
-    def done(result: StepOutput | LilliputError) -> None:
-        first(result)
-        second(result)
-
-    return done
-
-
-@dataclass
-class _Generating:
-    """A session's queue of steps and its rhythm."""
-
-    steps: deque[Step] = field(default_factory=deque)
-    left: float = 0.0
-    away: float = 0.0
-
-
-@dataclass
-class Counters:
-    """Totals since the engine started."""
-
-    rounds: int = 0
-    steps: int = 0
-    tokens: int = 0
-    #: tokens that a session found in kept pages and did not compute
-    reused_tokens: int = 0
-    largest_decode_batch: int = 0
-    #: of training passes: a block there or back for some rows
-    units: int = 0
-    failures: int = 0
 
 
 class Engine:
@@ -97,9 +60,8 @@ class Engine:
         #: among the servers of this machine, if they all use all of its cores
         self.turn: AbstractContextManager[None] = Turn() if take_turns else nullcontext()
         self._caches = span.new_pools(pages, page_size)
-        self._sessions: dict[CacheSession, _Generating] = {}
-        self._training: deque[tuple[Pass, Generator[None, None, torch.Tensor]]] = deque()
-        self._training_credit = 0.0
+        self._sessions: dict[CacheSession, StepQueue] = {}
+        self._passes = Passes(span, self.counters, self._cores)
         self._round_seconds = 0.0
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -141,7 +103,7 @@ class Engine:
             session = CacheSession(self.pool, start, end, rows=rows, max_length=max_length, bid=bid, owner=owner)
             if prefix:
                 self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)
-            self._sessions[session] = _Generating()
+            self._sessions[session] = StepQueue()
             return session
 
         return self.call(make)
@@ -163,9 +125,9 @@ class Engine:
         """Free a session's pages. Its waiting steps get an error."""
 
         def end() -> None:
-            generating = self._sessions.pop(session, None)
+            queue = self._sessions.pop(session, None)
             session.close()
-            for step in generating.steps if generating else ():
+            for step in queue.steps if queue else ():
                 step.done(SessionExpired("the session was closed before this step was computed"))
 
         return self.call(end)
@@ -182,18 +144,10 @@ class Engine:
         """Queue a forward or backward pass; `job.done` is called with its result."""
 
         def add() -> None:
-            try:
-                if self._stopped:
-                    raise _SHUTTING_DOWN
-                check_pass(job, self.span.hidden_size, self.span.dtype)
-            except LilliputError as e:
-                job.done(e)
-                return
-            except Exception as e:
-                logger.exception("a training pass could not begin")
-                job.done(ServerFailure(f"the server failed to begin this pass: {e}"))
-                return
-            self._training.append((job, units(job, self.span)))
+            if self._stopped:
+                job.done(_SHUTTING_DOWN)
+            else:
+                self._passes.add(job)
 
         self._post(add)
 
@@ -232,15 +186,7 @@ class Engine:
         if step.step_id and step.step_id in session.past_steps:
             step.done(BadRequest(f"step {step.step_id} was computed before, and its output is not kept any more"))
             return
-        generating = self._sessions[session]
-        for earlier in generating.steps:
-            if step.step_id and earlier.step_id == step.step_id:
-                earlier.done = _both(earlier.done, step.done)  # under way: one computation answers both
-                return
-        if generating.left and not generating.steps:
-            gap = step.arrived - generating.left
-            generating.away = gap if not generating.away else 0.7 * generating.away + 0.3 * gap
-        generating.steps.append(step)
+        self._sessions[session].add(step)
 
     def _run(self) -> None:
         try:
@@ -262,18 +208,18 @@ class Engine:
             self._begin_steps()
             if self._hold_back():
                 continue
-            trained = self._train()
-            if not self._round() and not trained and self._training:
-                self._training_credit = float("inf")  # nobody is generating
+            trained = self._passes.train()
+            if not self._round() and not trained and self._passes:
+                self._passes.go_on()
 
     def _has_work(self) -> bool:
-        return bool(self._training) or any(generating.steps for generating in self._sessions.values())
+        return bool(self._passes) or any(queue.steps for queue in self._sessions.values())
 
     def _begin_steps(self) -> None:
         """Check the first step of every session and give it its pages."""
-        for session, generating in self._sessions.items():
-            while generating.steps and not generating.steps[0].begun:
-                step = generating.steps[0]
+        for session, queue in self._sessions.items():
+            while queue.steps and not queue.steps[0].begun:
+                step = queue.steps[0]
                 try:
                     session.begin(step, self.span.hidden_size, self.span.dtype)
                     if step.mask is not None:
@@ -281,7 +227,7 @@ class Engine:
                         step.mask = attend_to_self(step.mask, session.length)
                     self._prepare_pages(session)
                 except LilliputError as e:
-                    generating.steps.popleft()
+                    queue.steps.popleft()
                     step.done(e)
                 except Exception as e:  # the thread must live: others' sessions hang on it
                     logger.exception("a step could not begin")
@@ -304,19 +250,15 @@ class Engine:
         """Wait a moment for sessions that are about to bring their next token. True: look again."""
         now = time.perf_counter()
         first = float("inf")
-        for generating in self._sessions.values():
-            if generating.steps:
-                step = generating.steps[0]
+        for queue in self._sessions.values():
+            if queue.steps:
+                step = queue.steps[0]
                 if step.tokens > 1:
                     return False  # a prefix fills the device anyway
                 first = min(first, step.arrived)
         if first == float("inf") or not self._round_seconds:
             return False
-        absent = [
-            Absent(generating.left, generating.away)
-            for generating in self._sessions.values()
-            if not generating.steps and generating.away and now - generating.left < _FORGET_AFTER
-        ]
+        absent = [away for queue in self._sessions.values() if (away := queue.absent(now)) is not None]
         seconds = worth_waiting(absent, now=now, first_arrived=first, round_seconds=self._round_seconds)
         if not seconds:
             return False
@@ -327,7 +269,7 @@ class Engine:
 
     def _round(self) -> bool:
         """One pass over the weights. False if nothing waited."""
-        heads = [(session, generating.steps[0]) for session, generating in self._sessions.items() if generating.steps]
+        heads = [(session, queue.steps[0]) for session, queue in self._sessions.items() if queue.steps]
         waiting = [
             Waiting(s.start, s.end, step.rows, step.tokens - step.offset, s.bid, step.arrived, step.whole)
             for s, step in heads
@@ -364,7 +306,7 @@ class Engine:
                 self._advance(s, output, took)
             else:
                 self._fail(s.session, s.step, ValueError("its outputs are not finite numbers"))
-        self._training_credit = min(self._training_credit, _MOST_CREDIT) + took * TRAINING_SHARE
+        self._passes.credit_round(took)
 
     def _cores(self, tokens: int) -> AbstractContextManager[None]:
         """For a round of so many tokens: the threads that suit it, and our turn to use them."""
@@ -381,9 +323,9 @@ class Engine:
         if step.offset < step.tokens:
             return
         session.finish(step)
-        generating = self._sessions[session]
-        generating.steps.popleft()
-        generating.left = time.perf_counter()
+        queue = self._sessions[session]
+        queue.steps.popleft()
+        queue.left = time.perf_counter()
         hidden = step.outputs[0] if len(step.outputs) == 1 else torch.cat(step.outputs, dim=1)
         result = StepOutput(
             hidden=hidden,
@@ -420,43 +362,14 @@ class Engine:
                     self._caches[block][page, :, first:] = 0
         step.done(ServerFailure(f"the server failed to compute this step: {error}"))
 
-    def _train(self) -> bool:
-        """A unit of the oldest training pass, if its turn has come."""
-        if not self._training or self._training_credit <= 0:
-            return False
-        job, generator = self._training[0]
-        if job.given_up:
-            self._training.popleft()
-            return True
-        self.counters.units += 1
-        begun = time.perf_counter()
-        try:
-            with self._cores(job.hidden.shape[0] * job.hidden.shape[1]):
-                begun = time.perf_counter()
-                next(generator)
-            self._training.rotate(-1)
-        except StopIteration as finished:
-            self._training.popleft()
-            job.done(finished.value)
-        except Exception as e:
-            logger.exception("a training pass failed")
-            self._training.popleft()
-            self.counters.failures += 1
-            job.done(ServerFailure(f"the server failed to compute this pass: {e}"))
-        if self._training_credit != float("inf"):
-            self._training_credit -= time.perf_counter() - begun
-        return True
-
     def _give_up(self) -> None:
         error = _SHUTTING_DOWN
-        for session, generating in self._sessions.items():
+        for session, queue in self._sessions.items():
             session.close()
-            for step in generating.steps:
+            for step in queue.steps:
                 step.done(error)
         self._sessions.clear()
-        for job, _ in self._training:
-            job.done(error)
-        self._training.clear()
+        self._passes.end(error)
         with self._wake:
             self._stopped = True
             actions, self._inbox = self._inbox, deque()

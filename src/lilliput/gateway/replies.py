@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
     }
 
 
-class Reply:
+class Reply(ABC):
     """The common part. Give it the pieces as they come."""
 
     kind, chunk_kind, prefix = "", "", ""
@@ -37,13 +38,13 @@ class Reply:
         self._vocabulary, self._likelihoods = vocabulary, likelihoods
         self._head = {"id": self.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
 
+    @abstractmethod
     def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
         """What to stream of a piece of answer `number`: choices, each for a chunk of its own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def choices(self) -> list[dict[str, Any]]:
         """The whole answers."""
-        raise NotImplementedError
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_kind, "choices": choices, **more}

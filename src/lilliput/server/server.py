@@ -9,80 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import hivemind.moe
-import torch
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from lilliput.engine.engine import Engine
-from lilliput.engine.probe import measure
 from lilliput.errors import Draining, LilliputError, ModelError
-from lilliput.models.holes import read_config
-from lilliput.models.memory import keep_freed_memory
-from lilliput.models.sources import ModelFiles, resolve
-from lilliput.models.span import Span
-from lilliput.server.admission import Admission
+from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.client_stream import ClientStream
 from lilliput.server.handler import ConnectionHandler, serve_passes
+from lilliput.server.loading import DTYPES, Loaded, load
+from lilliput.server.options import ServerOptions
 from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
-from lilliput.swarm import directory
 from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.node import Node
 from lilliput.swarm.round_trips import answer_pings
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel
-from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PAGE_SIZE = 32
-#: by default the cache may take this share of the memory that is free when the blocks are loaded
-_CACHE_SHARE = 0.25
-_MOST_CACHE_TOKENS = 1 << 18
-#: by default: with all the rest, a server that is told to leave is gone within 5 s
-DRAIN_SECONDS = 3.0
 _LOOK_SECONDS = 0.02
 #: sessions have so long to hear that the server leaves (seconds)
 _FAREWELL_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server behaves. Defaults suit a private swarm on one machine or one network.
-
-    :ivar dtype: float32, bfloat16 or float16
-    :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
-    :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
-    :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
-    :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
-    :ivar drain_seconds: how long `drain` lets running sessions move to other servers
-    :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
-    """
-
-    dtype: str = "bfloat16"
-    cache_tokens: int | None = None
-    max_length: int | None = None
-    max_step_tokens: int = 4096
-    max_queue: int = 256
-    max_sessions_per_peer: int = 256
-    first_step_seconds: float = FIRST_STEP_SECONDS
-    idle_seconds: float = SESSION_IDLE_SECONDS
-    threads: int | None = None
-    declare_uids: bool = False
-    share_prefixes: bool = False
-    lease_seconds: float = directory.LEASE_SECONDS
-    drain_seconds: float = DRAIN_SECONDS
 
 
 class _Peer:
@@ -246,12 +203,12 @@ class Server(hivemind.moe.Server):
             if not first.done():
                 first.cancel()
                 return
-            node, self.service = first.result()
-            service = self.service
-            await self._serve(node, service)
+            node, loaded = first.result()
+            self.service = service = loaded.service
+            await self._serve(node, loaded)
             assert service.pushes is not None
             stack.callback(service.pushes.close)
-            announcer = self._announcer(node, service)
+            announcer = self._announcer(node, loaded)
             await announcer.announce()
             announcing = asyncio.ensure_future(announcer.go_on())
             stack.callback(announcing.cancel)
@@ -269,56 +226,21 @@ class Server(hivemind.moe.Server):
             if failed:
                 announcing.result()
 
-    def _abandon(self, loading: asyncio.Future[Service]) -> None:
+    def _abandon(self, loading: asyncio.Future[Loaded]) -> None:
         """Stop the engine, or have it stopped when it has been made after all."""
         self._abandoned.set()
         if loading.done() and not loading.cancelled() and loading.exception() is None:
-            loading.result().engine.stop()
+            loading.result().service.engine.stop()
 
-    def _load(self) -> Service:
-        options, (start, end) = self.options, self.blocks
-        self._progress("finding the model")
-        files = self.model if isinstance(self.model, ModelFiles) else resolve(self.model)
-        config = read_config(files)
-        count = int(config.num_hidden_layers)
-        if not 0 <= start < end <= count:
-            raise ModelError(f"{files.name} has blocks 0:{count}; {start}:{end} is no part of them")
-        if options.threads:
-            torch.set_num_threads(options.threads)
-        keep_freed_memory()
-        self._progress(f"reading blocks {start}:{end}")
-        span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
-        cache_tokens = options.cache_tokens or _default_cache_tokens(span)
-        pages = max(1, cache_tokens // _PAGE_SIZE)
-        made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
-        max_length = options.max_length or min(made_for, pages * _PAGE_SIZE)
-        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
-        engine.start()
-        self._progress("measuring")
-        measure(engine)
-        gc.collect()
-        gc.freeze()  # what is loaded stays; collections need not look at it
+    def _load(self) -> Loaded:
+        loaded = load(self.model, self.blocks, self.options, self._progress)
         if self._abandoned.is_set():  # nobody waits for it any more
-            engine.stop()
-        self._files, self._model_blocks = files, count
-        return Service(
-            model=files.name,
-            span=span,
-            engine=engine,
-            admission=Admission(
-                pages=pages,
-                page_size=_PAGE_SIZE,
-                max_length=min(max_length, pages * _PAGE_SIZE),
-                max_queue=options.max_queue,
-                max_sessions_per_peer=options.max_sessions_per_peer,
-            ),
-            max_step_tokens=options.max_step_tokens,
-            first_step_seconds=options.first_step_seconds,
-            idle_seconds=options.idle_seconds,
-            share_prefixes=options.share_prefixes,
-        )
+            loaded.service.engine.stop()
+        return loaded
 
-    async def _serve(self, node: Node, service: Service) -> None:
+    async def _serve(self, node: Node, loaded: Loaded) -> None:
+        service = loaded.service
+
         async def session(channel: Channel, peer: PeerID) -> None:
             await ClientStream(service, channel, str(peer)).run()
 
@@ -335,20 +257,20 @@ class Server(hivemind.moe.Server):
         self.addresses = tuple(await node.addresses())
         self.dht = _Peer(node.peer_id, self.addresses)
         self.module_backends = {
-            f"{self._files.uid_prefix}.{block}": service.span.shapes[block] for block in range(*self.blocks)
+            f"{loaded.files.uid_prefix}.{block}": service.span.shapes[block] for block in range(*self.blocks)
         }
 
-    def _announcer(self, node: Node, service: Service) -> Announcer:
+    def _announcer(self, node: Node, loaded: Loaded) -> Announcer:
         options = self.options
         return Announcer(
             node,
-            service,
-            fingerprint=self._files.fingerprint,
-            model_blocks=self._model_blocks,
+            loaded.service,
+            fingerprint=loaded.files.fingerprint,
+            model_blocks=loaded.model_blocks,
             dtype=options.dtype,
             addresses=self.addresses,
             lease_seconds=options.lease_seconds,
-            uid_prefix=self._files.uid_prefix if options.declare_uids else "",
+            uid_prefix=loaded.files.uid_prefix if options.declare_uids else "",
             started_at=self._started_at,
         )
 
@@ -412,10 +334,3 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=run, name="loading", daemon=True).start()
     return await future
-
-
-def _default_cache_tokens(span: Span) -> int:
-    import psutil
-
-    free = psutil.virtual_memory().available * _CACHE_SHARE
-    return max(1024, min(_MOST_CACHE_TOKENS, int(free // max(1, span.cache_bytes_per_token))))

@@ -1,0 +1,39 @@
+"""How a server behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lilliput.swarm.directory import LEASE_SECONDS
+from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
+
+#: by default: with all the rest, a server that is told to leave is gone within 5 s
+DRAIN_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server behaves. Defaults suit a private swarm on one machine or one network.
+
+    :ivar dtype: float32, bfloat16 or float16
+    :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
+    :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
+    :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
+    :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
+    :ivar drain_seconds: how long `drain` lets running sessions move to other servers
+    :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
+    """
+
+    dtype: str = "bfloat16"
+    cache_tokens: int | None = None
+    max_length: int | None = None
+    max_step_tokens: int = 4096
+    max_queue: int = 256
+    max_sessions_per_peer: int = 256
+    first_step_seconds: float = FIRST_STEP_SECONDS
+    idle_seconds: float = SESSION_IDLE_SECONDS
+    threads: int | None = None
+    declare_uids: bool = False
+    share_prefixes: bool = False
+    lease_seconds: float = LEASE_SECONDS
+    drain_seconds: float = DRAIN_SECONDS
