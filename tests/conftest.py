@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lilliput.cli.nursery import Nursery
 from lilliput.models.sources import ModelFiles, resolve
+from lilliput.swarm.sockets import remove_stale_sockets
 
 
 @pytest.fixture(scope="session")
 def demo_model() -> ModelFiles:
     """SmolLM2-135M-Instruct with its real weights, from the user's cache folder; fetched if it is not there yet."""
     return resolve("smollm2")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Starts servers fast."""
+    with Nursery() as nursery:
+        yield nursery
+    remove_stale_sockets()
 
 
 @pytest.fixture(scope="session")

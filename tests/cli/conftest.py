@@ -15,13 +15,6 @@ process.share_cores()  # torch is not loaded yet
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    """Starts servers fast."""
-    with Nursery() as nursery:
-        yield nursery
-
-
-@pytest.fixture(scope="session")
 def swarm(demo_model: ModelFiles, nursery: Nursery) -> Iterator[LocalSwarm]:
     """Three servers with all blocks of the demo model."""
     spans = [(0, 10), (10, 20), (20, 30)]

@@ -12,12 +12,21 @@ from transformers import AutoModelForCausalLM
 
 from lilliput import AutoDistributedModelForCausalLM
 from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.cli.nursery import Nursery
 
 
 @pytest.fixture(scope="session")
 def tiny_swarm(tiny_llama: Path) -> Iterator[LocalSwarm]:
     """Three servers, two blocks each, exact enough to compare with."""
     with LocalSwarm(str(tiny_llama), [(0, 2), (2, 4), (4, 6)], options=["--dtype", "float32"]) as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def swarm(tiny_llama: Path, nursery: Nursery) -> Iterator[LocalSwarm]:
+    """Three servers, two blocks each, for a test that kills some."""
+    spans = [(0, 2), (2, 4), (4, 6)]
+    with LocalSwarm(str(tiny_llama), spans, options=["--dtype", "float32"], nursery=nursery) as swarm:
         yield swarm
 
 

@@ -18,30 +18,15 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from lilliput import AutoDistributedModelForCausalLM, Server
 from lilliput.cli.local_swarm import LocalSwarm
-from lilliput.cli.nursery import Nursery
 from lilliput.client.connection import Patience
 from lilliput.client.peer_stream import PeerStream
 from lilliput.client.server_session import ServerSession
-from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.wire.protocol import PUSH
 
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 PROMPT = torch.arange(5, 45)[None]
 SPANS = [(0, 2), (2, 4), (4, 6)]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-    remove_stale_sockets()
-
-
-@pytest.fixture
-def swarm(tiny_llama: Path, nursery: Nursery) -> Iterator[LocalSwarm]:
-    with LocalSwarm(str(tiny_llama), SPANS, options=["--dtype", "float32"], nursery=nursery) as swarm:
-        yield swarm
 
 
 @contextmanager

@@ -16,9 +16,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from lilliput import AutoDistributedModelForCausalLM
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
-from lilliput.cli.nursery import Nursery
 from lilliput.client.connection import Patience
-from lilliput.swarm.sockets import remove_stale_sockets
 
 NEW = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}
@@ -37,20 +35,6 @@ class At(LogitsProcessor):
         if action is not None:
             action()
         return scores
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        yield nursery
-    remove_stale_sockets()
-
-
-@pytest.fixture
-def swarm(tiny_llama: Path, nursery: Nursery) -> Iterator[LocalSwarm]:
-    spans = [(0, 2), (2, 4), (4, 6)]
-    with LocalSwarm(str(tiny_llama), spans, options=["--dtype", "float32"], nursery=nursery) as swarm:
-        yield swarm
 
 
 @pytest.fixture

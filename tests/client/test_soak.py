@@ -72,7 +72,7 @@ class Fate(threading.Thread):
 
 
 @pytest.mark.timeout(SECONDS + 240)
-def test_nobody_notices(tiny_llama: Path, whole: Any) -> None:
+def test_nobody_notices(tiny_llama: Path, whole: Any, nursery: Nursery) -> None:
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 250, (int(length),), generator=generator).tolist() for length in (3, 17, 40, 150, 600)]
     expected = [
@@ -102,7 +102,6 @@ def test_nobody_notices(tiny_llama: Path, whole: Any) -> None:
         await asyncio.gather(*(client(decoder, model, number, until) for number in range(CLIENTS)))
 
     with (
-        Nursery() as nursery,
         LocalSwarm(
             str(tiny_llama),
             (SPANS * SERVERS)[:SERVERS],
