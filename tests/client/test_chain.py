@@ -90,6 +90,8 @@ class Stream:
     """What `PeerStream` is, to a made-up server."""
 
     usable = True
+    heard = excused_seconds = 0.0
+    unanswered_bytes = 0
 
     def __init__(self, server: MadeUp) -> None:
         self.server, self.sessions, self.held = server, {}, {}  # type: ignore[var-annotated]
@@ -113,6 +115,7 @@ class Stream:
         self, number: int, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None, codec: str = ""
     ) -> None:
         kind = message.WhichOneof("body")
+        message.tensors.extend(pb.Tensor(nbytes=tensor.nbytes) for tensor in (tensors or {}).values())
         self.there.call(lambda: self.server.take(self, number, getattr(message, str(kind)), dict(tensors or {})))
 
     def answer(self, number: int, message: pb.Message, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -280,6 +283,7 @@ async def talk(seed: int) -> None:
         expected = computed(held, 0, BLOCKS)[:, -step.shape[1] :]
         assert torch.allclose(output, expected, atol=1e-4)
     await session.close()
+    assert not any(server.stream.unanswered_bytes for server in world.servers.values())
 
 
 @pytest.mark.parametrize("seed", range(8))

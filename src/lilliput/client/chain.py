@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,16 +22,17 @@ import torch
 from lilliput.client.connection import Patience
 from lilliput.client.history import TokenHistory, for_all_rows
 from lilliput.client.leg import Leg, close_legs, open_legs
-from lilliput.client.move import move
-from lilliput.client.recovery import Recovery, why_nobody
+from lilliput.client.move import Moves
+from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel
+from lilliput.client.repair import Repair
 from lilliput.client.replay import Replay
 from lilliput.client.route import Hop
 from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.tape import Part, Tape
 from lilliput.client.tasks import all_of
-from lilliput.errors import CacheFull, LilliputError, MissingBlocks, SessionExpired, Unreachable
+from lilliput.errors import LilliputError, MissingBlocks, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,6 @@ logger = logging.getLogger(__name__)
 _PART_TOKENS = 512
 #: bounds the bytes of one message
 _PART_BYTES = 32 << 20
-#: while nobody serves some blocks, look again after this long (seconds)
-_LOOK_AGAIN_SECONDS = 0.5
-#: who failed is asked again after this long, if there is nobody else (seconds)
-_FORGIVE_SECONDS = 5.0
 
 
 class Chain:
@@ -51,6 +47,8 @@ class Chain:
 
     :param busy: held while a step is under way
     :ivar max_length, max_rows: what the servers are asked for
+    :ivar tape: what they were sent
+    :ivar recoveries: what happened to them so far
     """
 
     def __init__(
@@ -75,10 +73,10 @@ class Chain:
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
-        self.busy, self._repairing = busy, asyncio.Lock()
+        self.busy = busy
+        self.repair, self.moves = Repair(self), Moves(self)
         self._ids = itertools.count(1)
-        self._failures = 0
-        self._closed = False
+        self.closed = False
 
     # -- opening and closing
 
@@ -112,11 +110,9 @@ class Chain:
 
     async def close(self) -> None:
         """Give the caches back. May be called twice."""
-        self._closed = True
+        self.closed = True
         legs, self.legs = self.legs, []
-        for leg in legs:
-            if leg.moving is not None:
-                leg.moving.cancel()
+        self.moves.close()
         await asyncio.gather(*(leg.session.close() for leg in legs))
 
     async def hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
@@ -167,14 +163,17 @@ class Chain:
 
     async def run(self, step: Part, tokens: torch.Tensor) -> torch.Tensor:
         """A step, cut into parts, through the whole chain; returns its outputs, of the shape of its inputs."""
-        self._failures = 0
+        self.repair.failures = 0
         parts = list(self._cut(step, tokens))
         for part in parts:
             self.tape.append(part)
         if len(parts) == 1:
-            return await self._pass(parts[0])
-        tasks = [asyncio.create_task(self._pass(part)) for part in parts]
-        return torch.cat(await all_of(tasks), dim=1)
+            outputs = await self._pass(parts[0])
+        else:
+            tasks = [asyncio.create_task(self._pass(part)) for part in parts]
+            outputs = torch.cat(await all_of(tasks), dim=1)
+        self.moves.look_around()
+        return outputs
 
     def _cut(self, step: Part, tokens: torch.Tensor) -> Iterator[Part]:
         count, size = step.hidden.shape[1], self.part_tokens(step.rows, step.hidden)
@@ -226,7 +225,7 @@ class Chain:
             if len(run.legs) > 1 and not reply.error.retry_elsewhere:
                 push = False  # it may be another's fault: carried from server to server, it shows whose
             else:
-                await self._replace(failed, reply.error)
+                await self.repair.replace(failed, reply.error)
         return part.hidden
 
     def _run_from(self, leg: Leg, part: Part) -> Run:
@@ -265,64 +264,7 @@ class Chain:
                 leg.back_to(part.begin)
         return passed[-1].end
 
-    # -- when a server fails
-
-    async def _replace(self, leg: Leg, error: LilliputError) -> None:
-        async with self._repairing:
-            if leg in self.legs:
-                await self.repair(self._gone_with(leg), error)
-
-    async def repair(self, gone: list[Leg], error: LilliputError) -> None:
-        """Put others in the place of legs that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can.
-
-        A leg whose server only has no room to let the session grow is not lost: it is replaced if others have room at
-        once, and nobody is waited for.
-        """
-        patience = self.remote.patience
-        if lives := isinstance(error, CacheFull):
-            patience = replace(patience, queue=0.0, recovery=0.0)
-        self._failures += 1
-        given_up = self._closed or self.remote.connection.closed
-        if given_up or not error.retry_elsewhere or self._failures > patience.attempts:
-            raise error
-        begun, length = time.monotonic(), gone[0].answered
-        failed: dict[str, float] = {}
-        if not isinstance(error, SessionExpired):  # that one has only forgotten us
-            failed.update((lost.hop.peer_id, begun) for lost in gone)
-        if isinstance(error, Unreachable):
-            for lost in gone:
-                self.remote.connection.ban(lost.hop.peer_id)
-        refusal: LilliputError | None = None
-        while True:
-            refused: set[str] = set()
-            try:
-                banned = {peer for peer, at in failed.items() if time.monotonic() - at < _FORGIVE_SECONDS}
-                hops = await self.hops(gone[0].start, gone[-1].end, banned)
-                legs = await self.open_legs(hops, self._prefix(length), refused, patience)
-                replayed = await self.replay.feed(legs, length, refused)
-                break
-            except LilliputError as e:
-                failed.update(dict.fromkeys(refused, time.monotonic()))
-                if not isinstance(e, MissingBlocks):
-                    refusal = e
-                if self._closed or not e.retry_elsewhere or time.monotonic() - begun >= patience.recovery:
-                    if lives:
-                        raise error from None
-                    raise why_nobody(e, refusal, error) from error
-                if isinstance(e, MissingBlocks):
-                    await asyncio.sleep(_LOOK_AGAIN_SECONDS)
-        seconds = time.monotonic() - begun
-        await self.take_over(gone, legs, str(error), seconds=seconds, replayed=replayed, waited=replayed)
-
-    def _gone_with(self, leg: Leg) -> list[Leg]:
-        """The leg and those next to it that failed too, as far as no part is between them."""
-
-        def failed_too(other: Leg) -> bool:
-            return other.session.broken is not None and other.idle and other.answered == leg.answered
-
-        at = self.legs.index(leg)
-        before = list(itertools.takewhile(failed_too, reversed(self.legs[:at])))
-        return [*reversed(before), leg, *itertools.takewhile(failed_too, self.legs[at + 1 :])]
+    # -- when others take the place of servers
 
     async def take_over(
         self,
@@ -336,7 +278,7 @@ class Chain:
         moved: bool = False,
     ) -> None:
         """Put legs that have been fed in the place of others. The numbers are for the `Recovery`."""
-        if self._closed:
+        if self.closed:
             await close_legs(legs)
             raise _closed()
         first = self.legs.index(gone[0])
@@ -354,17 +296,15 @@ class Chain:
             if leg.session.leaving:
                 self._server_leaves(leg.session)
 
-    def _prefix(self, length: int) -> bytes:
+    def _server_leaves(self, session: ServerSession) -> None:
+        for leg in self.legs:
+            if leg.session is session and not self.closed:
+                self.moves.leave(leg)
+
+    def prefix(self, length: int) -> bytes:
         """Keys of the first `length` tokens, for all rows that there may be."""
         rows = self.tape.rows
         return for_all_rows(self.history.keys(0, length, rows), rows, self.max_rows)
-
-    # -- when a server is about to leave
-
-    def _server_leaves(self, session: ServerSession) -> None:
-        for leg in self.legs:
-            if leg.session is session and leg.moving is None and not self._closed:
-                leg.moving = asyncio.create_task(move(self, leg))
 
 
 def _closed() -> LilliputError:

@@ -56,12 +56,14 @@ class Patience:
     queue: float = 0.0
     #: for the output of one step, or of one forward or backward call
     step: float = 300.0
-    #: for any sign of life from a server that has been asked for one
-    silence: float = 8.0
+    #: for any sign of life from a server that has been asked for one; longer while much is on its way
+    silence: float = 5.0
     #: how many chains are tried for a new session, and how many servers may fail within one step
     attempts: int = 5
     #: for somebody to take over from a server that failed in a running session
     recovery: float = 30.0
+    #: between two looks of a running session for a faster chain, to which it moves if that pays; math.inf: it stays
+    look_around: float = 30.0
 
 
 @dataclass

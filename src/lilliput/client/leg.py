@@ -30,7 +30,6 @@ class Leg:
         self.session, self.ids = session, ids
         self.sent = self.answered = 0
         self.fed_by: Leg | None = None
-        self.moving: asyncio.Task[None] | None = None
         self.places = asyncio.Semaphore(_PARTS_AT_ONCE)
         self._changed: asyncio.Event | None = None
 

@@ -14,6 +14,10 @@ from lilliput.wire.channel import Channel, Received
 
 #: a stream with so many sessions gets no more (servers take somewhat more)
 MAX_SESSIONS = 512
+#: what is on its way to a server, and as much back, holds up its signs of life: on a slow line it passes at this rate
+_SLOW_BYTES_PER_SECOND = 64 << 10
+#: but no server is excused for longer than this (seconds)
+_MOST_EXCUSED_SECONDS = 60.0
 
 
 class Receiver(Protocol):
@@ -31,6 +35,8 @@ class PeerStream:
 
     They share it because their steps come and go together: what is sent in one turn of the loop leaves in one write,
     and the server runs it in one pass.
+
+    :ivar unanswered_bytes: of the steps that its sessions have sent
     """
 
     def __init__(self, channel: Channel, peer_id: str) -> None:
@@ -38,13 +44,26 @@ class PeerStream:
         self._channel = channel
         self._sessions: dict[int, Receiver] = {}
         self._last_number = 0
+        self.unanswered_bytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
         self._closed = False
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._reader = self._loop.create_task(self._read())
 
     @property
     def usable(self) -> bool:
         """Whether a new session may join."""
         return not self._closed and len(self._sessions) < MAX_SESSIONS
+
+    @property
+    def heard(self) -> float:
+        """When something came last (the loop's time), were it for another session or a piece of a long message."""
+        return max(self._heard, self._channel.arriving)
+
+    @property
+    def excused_seconds(self) -> float:
+        """So much longer than usual a sign of life may take, for all that is on its way."""
+        return min(2 * self.unanswered_bytes / _SLOW_BYTES_PER_SECOND, _MOST_EXCUSED_SECONDS)
 
     def attach(self, session: Receiver) -> int:
         """Give a session its number."""
@@ -83,6 +102,7 @@ class PeerStream:
         why: LilliputError = Unreachable("the connection broke", self.peer_id)
         try:
             while (received := await self._channel.receive()) is not None:
+                self._heard = self._loop.time()
                 session = self._sessions.get(received.session)
                 if session is not None:  # it may have been closed meanwhile
                     session.take(received)

@@ -11,11 +11,11 @@ from lilliput.errors import LilliputError, MissingBlocks, Unreachable
 class Recovery:
     """Blocks that went from one server to others.
 
-    :ivar why: what the server that had them did, in words
+    :ivar why: what the server that had them did, in words, or what is better elsewhere
     :ivar seconds: that a step waited for it
     :ivar replayed_tokens: per row, computed anew
     :ivar waited_tokens: of those, so many while a step waited
-    :ivar moved: the server was about to leave, and others were ready before it did
+    :ivar moved: nothing had failed: others were ready before the server left, or before they took over as the faster
     """
 
     start: int

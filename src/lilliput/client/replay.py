@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from lilliput.client.leg import Leg, close_legs
 from lilliput.client.run import compute
+from lilliput.client.tape import Mark
 from lilliput.client.tasks import all_of
 
 if TYPE_CHECKING:
@@ -29,19 +30,19 @@ class Replay:
         self._chain = chain
 
     async def feed(
-        self, legs: list[Leg], length: int, failed: set[str] | None = None, version: int | None = None
+        self, legs: list[Leg], length: int, mark: Mark | None = None, *, failed: set[str] | None = None
     ) -> int:
         """Bring new legs to `length`; returns the tokens per row that they computed. If they fail, they are closed.
 
+        :param mark: of the tape now, if steps go on meanwhile: stop at a token that is not on it any more
         :param failed: gets the peers that failed
-        :param version: stop when the tape has another one
         """
         try:
             block, at = legs[0].start, min(leg.answered for leg in legs)
             if not self._chain.tape.knows(block, at, length):
                 await self._make_again(block, at)
-            await self._play(legs, at, length, version)
-            return length - at
+            await self._play(legs, at, length, mark)
+            return min(leg.answered for leg in legs) - at
         except BaseException:
             if failed is not None:
                 failed.update(leg.hop.peer_id for leg in legs if leg.session.broken or not leg.idle)
@@ -49,22 +50,26 @@ class Replay:
             raise
 
     async def _play(
-        self, legs: list[Leg], begin: int, end: int, version: int | None = None, *, keep_outputs: bool = False
+        self, legs: list[Leg], begin: int, end: int, mark: Mark | None = None, *, keep_outputs: bool = False
     ) -> None:
         """Send what is on the tape through legs that follow one another."""
         tape, history = self._chain.tape, self._chain.history
+        stopped = False
 
         async def through(begin: int, end: int, rows: int) -> None:
-            while legs[0].sent != begin:
+            nonlocal stopped
+            while legs[0].sent != begin and not stopped:
                 await legs[0].changed()
-            if version is not None and version != tape.version:
+            if stopped or not (mark is None or (tape.kept(mark) >= end and tape.knows(legs[0].start, begin, end))):
+                stopped = True
+                legs[0].wake()
                 return
             part = tape.play(legs[0].start, begin, end, rows=rows)
-            part.hashes = history.keys(begin, end, rows) if version is None else b""
+            part.hashes = history.keys(begin, end, rows) if mark is None else b""
             for leg in legs:
                 while leg.sent != begin:
                     await leg.changed()
-                if leg is not legs[0] and (version is None or version == tape.version):
+                if leg is not legs[0] and (mark is None or tape.kept(mark) >= end):
                     tape.write(leg.start, part)
                 part = replace(part, hidden=await compute(leg, part))
             if keep_outputs:
@@ -95,7 +100,7 @@ class Replay:
             if not before.idle:
                 await before.changed()
             elif before.session.broken is not None:
-                await chain.repair([before], before.session.broken)
+                await chain.repair.repair([before], before.session.broken)
             else:
                 break
         stands = before.answered

@@ -44,6 +44,15 @@ Answer = asyncio.Future[Reply]
 
 
 @dataclass
+class _Awaited:
+    """A step's answer, how long it may take (the loop's time), and how much was sent for it from here."""
+
+    answer: Answer
+    deadline: float
+    nbytes: int = 0
+
+
+@dataclass
 class HopStats:
     """What one server reported about one session's steps."""
 
@@ -58,8 +67,8 @@ class HopStats:
 class ServerSession:
     """A session on the server of `hop`. Open it with `await ServerSession.open(...)`.
 
-    Steps may be sent before earlier ones are answered; the server takes them in order. When the session ends, by
-    whatever cause, every step that waits is answered with the same error, kept in `broken`.
+    Steps may be sent before earlier ones are answered; the server takes them in order. When the session ends, every
+    step that waits is answered with the same error, kept in `broken`.
 
     Attributes:
         cached_tokens: of the prefix, found in the server's cache when the session opened
@@ -87,7 +96,7 @@ class ServerSession:
         self._parents: list[int] | None = None
         self._reordering = 0
         self._infos: asyncio.Queue[pb.Info | None] = asyncio.Queue()
-        self._waiting: dict[int, tuple[Answer, float]] = {}
+        self._waiting: dict[int, _Awaited] = {}
         self._last_sent = self._last_heard = self._loop.time()
         self._asked_for_life: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -223,7 +232,9 @@ class ServerSession:
         self._stream.post(
             self._number, message, {"hidden": hidden, **tensors} if tensors else {"hidden": hidden}, codec=self._codec
         )
-        self.stats.bytes_sent += sum(header.nbytes for header in message.tensors)
+        size = self._waiting[step_id].nbytes = sum(header.nbytes for header in message.tensors)
+        self.stats.bytes_sent += size
+        self._stream.unanswered_bytes += size
 
     def expect(self, answer: Answer, *, step_id: int, rows: int, position: int) -> None:
         """Another server will push a step into this session; if that fails here, the answer says so."""
@@ -234,11 +245,14 @@ class ServerSession:
         if self._parents is not None and not self._reordering:
             self._reordering = step_id
         self._rows = rows
-        self._waiting[step_id] = answer, self._loop.time() + self._patience.step
+        self._waiting[step_id] = _Awaited(answer, self._loop.time() + self._patience.step)
 
-    def forget(self, step_id: int) -> None:
+    def forget(self, step_id: int) -> _Awaited | None:
         """Nobody waits for this step any more."""
-        self._waiting.pop(step_id, None)
+        awaited = self._waiting.pop(step_id, None)
+        if awaited is not None:
+            self._stream.unanswered_bytes -= awaited.nbytes
+        return awaited
 
     def saw(self, step_id: int, timing: pb.Timing) -> None:
         """The server has computed a step and pushed it on."""
@@ -295,9 +309,9 @@ class ServerSession:
             self._parents, self._reordering = None, 0
 
     def _answer(self, step_id: int, reply: Reply) -> None:
-        answer, _ = self._waiting.pop(step_id, (None, 0.0))
-        if answer is not None and not answer.done():
-            answer.set_result(reply)
+        awaited = self.forget(step_id)
+        if awaited is not None and not awaited.answer.done():
+            awaited.answer.set_result(reply)
 
     def _take_error(self, body: pb.Error) -> None:
         error = self._named(error_of(body))
@@ -329,10 +343,13 @@ class ServerSession:
     def _tick(self) -> None:
         """Ping when nothing else was sent for long, or a step waits; give up when nothing comes back."""
         self._timer = self._loop.call_later(_TICK_SECONDS, self._tick)
-        now = self._loop.time()
-        if self._asked_for_life is not None and now - self._asked_for_life > self._patience.silence:
-            return self._give_up(f"no sign of life for {now - self._last_heard:.0f} s")
-        if any(deadline < now for _, deadline in self._waiting.values()):
+        now, heard = self._loop.time(), max(self._last_heard, self._stream.heard)
+        if self._asked_for_life is not None:
+            if heard > self._asked_for_life:
+                self._asked_for_life = None
+            elif now - self._asked_for_life > self._patience.silence + self._stream.excused_seconds:
+                return self._give_up(f"no sign of life for {now - heard:.0f} s")
+        if any(awaited.deadline < now for awaited in self._waiting.values()):
             return self._give_up(f"no output within {self._patience.step:.0f} s")
         quiet = now - max(self._last_heard, self._last_sent)
         if quiet >= (_TICK_SECONDS if self._waiting else _PING_SECONDS - _TICK_SECONDS):

@@ -109,18 +109,29 @@ class _Store:
         self._data, self.known = self._data[slots], self.known[slots]
 
 
+@dataclass(frozen=True)
+class Mark:
+    """Which tokens were on a tape at some time.
+
+    :ivar slots: int64 [rows, length]: where each was kept
+    :ivar numbering: the time in which these numbers meant that
+    """
+
+    slots: torch.Tensor
+    numbering: int
+
+
 @dataclass
 class Tape:
     """The tokens `[rows, length]` of a session.
 
     :ivar first_block: of the chain
     :ivar budget: bytes that hidden states between servers may take
-    :ivar version: changes when something that was on the tape is not, or is elsewhere, now
     """
 
     first_block: int
     budget: int
-    version: int = 0
+    _numbering: int = 0
     #: int64 [rows, at least length]: where each token is kept
     _slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int64))
     _length: int = 0
@@ -145,8 +156,23 @@ class Tape:
     def shared(self) -> int:
         """So many leading tokens are the same in all rows."""
         slots = self._slots[:, : self._length]
-        differs = (slots != slots[:1]).any(dim=0).nonzero()
-        return int(differs[0]) if len(differs) else self._length
+        return _equal(slots, slots[:1])
+
+    def mark(self) -> Mark:
+        """What is on the tape now."""
+        return Mark(self._slots[:, : self._length].clone(), self._numbering)
+
+    def kept(self, mark: Mark) -> int:
+        """So many leading tokens of every row are those that were there at the mark.
+
+        With more or fewer rows than then: those that all rows shared then, and still do.
+        """
+        if mark.numbering != self._numbering:
+            return 0
+        before, now = mark.slots, self._slots[:, : self._length]
+        if len(before) != len(now):
+            before = before[:1, : _equal(before, before[:1])]
+        return _equal(before, now)
 
     def append(self, part: Part) -> None:
         """Add the tokens of a part that enters the chain. What it becomes further on is written as it appears.
@@ -156,6 +182,7 @@ class Tape:
         rows, count, width = part.hidden.shape
         if not self._length:  # a new beginning
             self._used = 0
+            self._numbering += 1
             self._hidden.clear()
             self._masks.clear()
             self._position_ids, self._prompts = _Store(), _Store()
@@ -222,21 +249,18 @@ class Tape:
         """Forget what lies beyond `length`."""
         if length < self._length:
             self._length = length
-            self.version += 1
             self._clear()
 
     def reorder(self, parents: Sequence[int]) -> None:
         """New row i continues old row `parents[i]`."""
         if list(parents) != list(range(self.rows)):
             self._slots = self._slots[torch.tensor(parents, dtype=torch.int64)]
-            self.version += 1
             self._clear()
 
     def keep_only(self, blocks: Collection[int]) -> None:
         """Servers' spans begin at these blocks now; hidden states at others are of no use."""
         for block in self._hidden.keys() - {self.first_block, *blocks}:
             del self._hidden[block]
-            self.version += 1
 
     def _any(self, store: _Store, last: int) -> bool:
         if last >= len(store.known) > 0:  # tokens that came later without one
@@ -273,3 +297,11 @@ class Tape:
         alive = set(live.tolist())
         self._masks = {int(moved[slot]): seen for slot, seen in self._masks.items() if slot in alive}
         self._used = len(live)
+        self._numbering += 1
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> int:
+    """So many leading columns of `[rows, n]` and `[rows, m]` are equal; one of them may have but one row."""
+    count = min(one.shape[1], other.shape[1])
+    differs = (one[:, :count] != other[:, :count]).any(dim=0).nonzero()
+    return int(differs[0]) if len(differs) else count
