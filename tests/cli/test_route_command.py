@@ -129,18 +129,24 @@ def test_the_command_shows_each_leg_beside_what_was_measured(wide: LocalSwarm, t
         assert terminal.end() == 0
         title, heading, *rows = terminal.screen.splitlines()
     assert title.startswith("tiny-llama over 3 servers: ")
-    assert heading.split() == ["ms", "a", "token", "blocks", "network", "measured", "compute", "measured"]
+    columns = ["pushed", "measured", "carried", "measured", "compute", "measured"]
+    assert heading.split() == ["ms", "a", "token", "blocks", *columns]
     assert [row.split()[:2] for row in rows[:3]] == [
         [server.peer_id[-8:], f"{start}:{end}"] for server, (start, end) in zip(wide.servers, SPANS[:3], strict=False)
     ]
-    assert len(rows) == 4
-    assert rows[3].split()[:2] == ["all", "0:6"]
+    assert len(rows) == 5
+    assert rows[3].split()[:2] == ["and", "back"]
+    assert rows[4].split()[:2] == ["all", "0:6"]
 
     shown = invoke(*arguments, "--json")
     facts = json.loads(shown.stdout)
     assert [leg["end"] for leg in facts["legs"]] == [2, 4, 6]
-    assert facts["total_ms"]["measured"] > 160
-    assert facts["total_ms"]["expected"] == pytest.approx(facts["total_ms"]["measured"], rel=0.25)
+    # 5, 50 and 25 ms away, one way: there and back to each; or to the first, from each to the next, and back
+    for way, least in (("carried", 160), ("pushed", 100)):
+        assert facts["total_ms"][way]["measured"] > least
+        assert facts["total_ms"][way]["expected"] == pytest.approx(facts["total_ms"][way]["measured"], rel=0.25)
+    assert [leg["pushed_ms"]["measured"] for leg in facts["legs"]] == pytest.approx([5, 45, 25], abs=15)
+    assert facts["back_ms"]["measured"] == pytest.approx(25, abs=15)
 
 
 def test_it_asks_for_an_address_and_says_what_is_missing(part: LocalSwarm) -> None:

@@ -7,6 +7,7 @@ LILLIPUT_SOAK_SERVERS=12 and LILLIPUT_SOAK_CLIENTS=8 in the environment.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from lilliput import AutoDistributedModelForCausalLM
+from lilliput import AutoDistributedModelForCausalLM, Server
 from lilliput.cli.local_swarm import LocalServer, LocalSwarm
 from lilliput.cli.nursery import Nursery
 from lilliput.client.async_session import AsyncInferenceSession
@@ -44,6 +45,10 @@ class Fate(threading.Thread):
         super().__init__(name="fate")
         self.swarm, self.random, self.done = swarm, random.Random(5), threading.Event()
         self.dismissed: set[int] = set()
+        #: all servers' processes that there ever were, and their daemons
+        self.processes: set[psutil.Process] = set()
+        #: files of theirs
+        self.sockets: set[str] = set()
         self.kills = self.starts = 0
         self.error: BaseException | None = None
 
@@ -51,12 +56,23 @@ class Fate(threading.Thread):
     def living(self) -> list[LocalServer]:
         return [s for s in self.swarm.servers if s.process.poll() is None and s.pid not in self.dismissed]
 
+    def look(self) -> None:
+        for server in self.living:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(server.pid)
+                family = [process, *process.children(recursive=True)]
+                self.processes.update(family)
+                connections = [one for member in family for one in member.net_connections("unix")]
+                self.sockets.update(one.laddr for one in connections if one.laddr.startswith("/"))
+
     def run(self) -> None:
         try:
+            self.look()
             while not self.done.wait(PAUSE * self.random.uniform(0.5, 1.5)):
                 if len(self.living) < SERVERS:
                     self.swarm.start([self.random.choice(SPANS)])
                     self.starts += 1
+                self.look()
                 victim = self.random.choice(self.living)
                 others = [server for server in self.living if server is not victim]
                 if not all(any(s.blocks[0] <= b < s.blocks[1] for s in others) for b in range(6)):
@@ -108,6 +124,8 @@ def test_nobody_notices(tiny_llama: Path, whole: Any, nursery: Nursery) -> None:
             options=["--dtype", "float32", "--cache-tokens", "32768"],
             nursery=nursery,
         ) as swarm,
+        # it lives from the beginning to the end, and can be looked into
+        Server(str(tiny_llama), (2, 4), initial_peers=swarm.initial_peers, dtype="float32", cache_tokens=32768) as here,
     ):
         model = AutoDistributedModelForCausalLM.from_pretrained(
             str(tiny_llama), initial_peers=swarm.initial_peers, dtype="float32", patience=Patience(silence=4.0)
@@ -129,12 +147,16 @@ def test_nobody_notices(tiny_llama: Path, whole: Any, nursery: Nursery) -> None:
         assert answers >= CLIENTS
         assert fate.kills + len(fate.dismissed)
         _assert_pages_are_free(model)
+        model._shared.run(_assert_no_task_is_left())
+        daemon = psutil.Process(model._shared.run(model._shared.connection.node()).p2p._child.pid)
         model.close()
-        processes = [psutil.Process(server.pid) for server in fate.living]
-        processes += [child for process in processes for child in process.children(recursive=True)]
-    _, left = psutil.wait_procs(processes, timeout=10)
+        assert not [thread for thread in threading.enumerate() if thread.name == "lilliput-client"]
+        _assert_nothing_is_held(here)
+        fate.look()
+    _, left = psutil.wait_procs([*fate.processes, daemon], timeout=10)
     assert not left
     remove_stale_sockets()
+    assert not [path for path in fate.sockets if Path(path).exists()]
 
 
 def _assert_pages_are_free(model: Any) -> None:
@@ -148,3 +170,23 @@ def _assert_pages_are_free(model: Any) -> None:
         if not busy or time.monotonic() > until:
             break
     assert not busy
+
+
+async def _assert_no_task_is_left() -> None:
+    """Of sessions: what the connection and its node do in the background goes on."""
+    await asyncio.sleep(0.5)  # what was cancelled has its turns
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    assert not [name for name in names if name.split(".")[0] in ("Chain", "Moves", "Replay", "Repair", "Run")]
+    assert not [name for name in names if "Session" in name]
+
+
+def _assert_nothing_is_held(server: Server) -> None:
+    service: Any = server.service
+    until = time.monotonic() + 20
+    while True:
+        used = service.engine.call(lambda: service.engine.pool.used).result(10)
+        held = used, service.pushed_sessions, service.streams, service.admission.running, service.admission.waiting
+        if not any(held) or time.monotonic() > until:
+            break
+        time.sleep(0.1)
+    assert not any(held), held

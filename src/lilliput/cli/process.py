@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
+from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -26,7 +26,6 @@ def prepare() -> None:
     share_cores()
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _leave)  # a terminal that closes ends a command in order, as SIGTERM does
-    _tie_daemons_to_us()
 
 
 def share_cores() -> None:
@@ -97,15 +96,3 @@ def _drop_dead(signum: int, frame: FrameType | None) -> NoReturn:
         if sys.stderr.isatty():
             os.write(sys.stderr.fileno(), _SHOW_CURSOR)
     os._exit(128 + signum)
-
-
-def _tie_daemons_to_us() -> None:
-    """Have processes that asyncio starts, which is the p2p daemon, end with this one, and not before.
-
-    Ctrl-C goes to every process of the terminal's foreground group. The daemon would die of it, when we only stop an
-    answer or still have to say goodbye; in a session of its own it hears nothing.
-    """
-    import asyncio.subprocess as processes
-
-    ties: dict[str, Any] = {"start_new_session": True, "preexec_fn": partial(end_with_parent, signal.SIGTERM)}
-    processes.create_subprocess_exec = partial(processes.create_subprocess_exec, **ties)  # type: ignore[assignment]

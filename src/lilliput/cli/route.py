@@ -16,18 +16,48 @@ from lilliput.errors import BadRequest
 
 if TYPE_CHECKING:
     from lilliput.client.route import Estimate, Hop
-    from lilliput.client.trial import Timing
+
+
+@dataclass(frozen=True)
+class Way:
+    """Over a chain in one way or the other: what it is expected to take of a token and what it took, in seconds.
+
+    :ivar networks: measured, one for each server
+    """
+
+    expected: Estimate
+    networks: list[float]
+    back: float = 0.0
+
+    @property
+    def network(self) -> tuple[float, float]:
+        """Expected and measured, of the whole chain."""
+        return sum(leg.network for leg in self.expected.legs) + self.expected.back, sum(self.networks) + self.back
 
 
 @dataclass(frozen=True)
 class Route:
-    """A chain for all blocks of a model, what was expected of it and what was measured."""
+    """A chain for all blocks of a model.
+
+    :ivar pushed: each server sends straight to the next
+    :ivar carried: everything returns to the client
+    :ivar computes: of each server, measured
+    """
 
     model: str
     chain: list[Hop]
-    expected: Estimate
-    hops: list[Timing]
-    whole: Timing
+    pushed: Way
+    carried: Way
+    computes: list[float]
+
+    @property
+    def compute(self) -> tuple[float, float]:
+        return sum(leg.compute for leg in self.pushed.expected.legs), sum(self.computes)
+
+    def total(self, way: Way) -> tuple[float, float]:
+        """Expected and measured."""
+        (network, network_took), (compute, compute_took) = way.network, self.compute
+        return network + compute, network_took + compute_took
 
     def facts(self) -> dict[str, Any]:
         """Times in milliseconds for each token."""
@@ -36,13 +66,22 @@ class Route:
                 "peer_id": hop.peer_id,
                 "start": hop.start,
                 "end": hop.end,
-                "network_ms": {"expected": leg.network * 1e3, "measured": timing.network * 1e3},
-                "compute_ms": {"expected": leg.compute * 1e3, "measured": timing.compute * 1e3},
+                "pushed_ms": _ms(self.pushed.expected.legs[number].network, self.pushed.networks[number]),
+                "carried_ms": _ms(self.carried.expected.legs[number].network, self.carried.networks[number]),
+                "compute_ms": _ms(self.pushed.expected.legs[number].compute, self.computes[number]),
             }
-            for hop, leg, timing in zip(self.chain, self.expected.legs, self.hops, strict=True)
+            for number, hop in enumerate(self.chain)
         ]
-        total = {"expected": self.expected.total * 1e3, "measured": self.whole.total * 1e3}
-        return {"model": self.model, "legs": legs, "total_ms": total}
+        return {
+            "model": self.model,
+            "legs": legs,
+            "back_ms": _ms(self.pushed.expected.back, self.pushed.back),
+            "total_ms": {"pushed": _ms(*self.total(self.pushed)), "carried": _ms(*self.total(self.carried))},
+        }
+
+
+def _ms(expected: float, measured: float) -> dict[str, float]:
+    return {"expected": expected * 1e3, "measured": measured * 1e3}
 
 
 def route(
@@ -55,7 +94,8 @@ def route(
 ) -> None:
     """Show through which servers a session would go, with what each leg is expected to take and what it takes.
 
-    That is a session without push: each leg goes out from here and back, so it can be measured by itself.
+    Pushed: each server sends what it computed straight to the next one, as sessions do where servers can reach one
+    another. Carried: everything returns here in between, as where they cannot.
     """
     process.prepare()
     if not initial_peers:
@@ -67,22 +107,28 @@ def route(
             from lilliput.client.connection import SharedConnection
             from lilliput.client.remote import RemoteModel
             from lilliput.client.route import estimate
-            from lilliput.client.trial import time_chain, time_hops
+            from lilliput.client.trial import time_hops, time_pushed
             from lilliput.models.sources import resolve
     shared = SharedConnection.to(initial_peers)
     try:
         files = resolve(model, revision=revision, token=token, weights=False)
         config = files.config()
         blocks = int(config["num_hidden_layers"])
-        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint, push=False)
+        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint)
 
         async def travel() -> Route:
-            chain = await remote.chain(0, remote.blocks)
+            chain = await remote.chain(0, remote.blocks, pushes=True)
             measured = await shared.connection.round_trips([hop.record for hop in chain])
-            expected = estimate(chain, round_trips=measured)
             width = int(config["hidden_size"])
             hops = await time_hops(remote, chain, width)
-            return Route(files.name, chain, expected, hops, await time_chain(remote, chain, width))
+            *networks, back = await time_pushed(remote, chain, width, hops)
+            return Route(
+                files.name,
+                chain,
+                Way(estimate(chain, round_trips=measured, pushes=True), networks, back),
+                Way(estimate(chain, round_trips=measured), [timing.network for timing in hops]),
+                [timing.compute for timing in hops],
+            )
 
         found = shared.run(travel())
     finally:
@@ -99,23 +145,26 @@ def _show(found: Route) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    rate = f"{1 / found.whole.total:.1f} tokens/s"
+    rate = f"{1 / found.total(found.pushed)[1]:.1f} tokens/s"
+    carried = f" (carried: {1 / found.total(found.carried)[1]:.1f})"
     hops = "1 server" if len(found.chain) == 1 else f"{len(found.chain)} servers"
-    console.print(Text.assemble((found.model, "bold"), f" over {hops}: ", (rate, "green")))
+    console.print(Text.assemble((found.model, "bold"), f" over {hops}: ", (rate, "green"), carried))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("ms a token", no_wrap=True)
     table.add_column("blocks", no_wrap=True)
-    for heading in ("network", "measured", "compute", "measured"):
+    for heading in ("pushed", "measured", "carried", "measured", "compute", "measured"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for hop, leg, timing in zip(found.chain, found.expected.legs, found.hops, strict=True):
-        table.add_row(
-            hop.peer_id[-8:],
-            f"{hop.start}:{hop.end}",
-            *(_short(t) for t in (leg.network, timing.network, leg.compute, timing.compute)),
+    for number, hop in enumerate(found.chain):
+        leg, carried_leg = found.pushed.expected.legs[number], found.carried.expected.legs[number]
+        times = (
+            *(leg.network, found.pushed.networks[number]),
+            *(carried_leg.network, found.carried.networks[number]),
+            *(leg.compute, found.computes[number]),
         )
-    compute = sum(leg.compute for leg in found.expected.legs)
-    total = (found.expected.total - compute, found.whole.network, compute, found.whole.compute)
-    table.add_row("all", f"{found.chain[0].start}:{found.chain[-1].end}", *(_short(t) for t in total), style="bold")
+        table.add_row(hop.peer_id[-8:], f"{hop.start}:{hop.end}", *map(_short, times))
+    table.add_row("and back", "", _short(found.pushed.expected.back), _short(found.pushed.back))
+    total = (*found.pushed.network, *found.carried.network, *found.compute)
+    table.add_row("all", f"{found.chain[0].start}:{found.chain[-1].end}", *map(_short, total), style="bold")
     console.print(table)
 
 

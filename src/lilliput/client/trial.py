@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -70,6 +71,25 @@ async def time_chain(remote: RemoteModel, chain: Sequence[Hop], width: int, *, s
 async def time_hops(remote: RemoteModel, chain: Sequence[Hop], width: int, *, steps: int = _STEPS) -> list[Timing]:
     """The same for each server of the chain by itself: from the client to it and back."""
     return [await time_chain(remote, [hop], width, steps=steps) for hop in chain]
+
+
+async def time_pushed(
+    remote: RemoteModel, chain: Sequence[Hop], width: int, hops: Sequence[Timing], *, steps: int = _STEPS
+) -> list[float]:
+    """The ways of a step that servers push on, in seconds: to the first server, from each to the next, and back.
+
+    Nobody has two clocks that agree, so they are differences: each server added to the chain makes it so much longer,
+    but for the way back, of which half of there and back is known.
+
+    :param remote: with push
+    :param hops: what `time_hops` has found
+    """
+    arrival = [hops[0].network / 2]
+    for count in range(2, len(chain) + 1):
+        whole = await time_chain(remote, chain[:count], width, steps=steps)
+        arrival.append(whole.network - hops[count - 1].network / 2)
+    ways = [after - before for before, after in itertools.pairwise([0.0, *arrival])]
+    return [*(max(way, 0.0) for way in ways), hops[-1].network / 2]
 
 
 def _server_seconds(session: AsyncInferenceSession) -> float:

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 #: a peer that cannot be reached for so long, or that takes nothing for so long, is not pushed to (seconds)
 PUSH_SECONDS = 5.0
 _TICK_SECONDS = 0.5
+#: a stream on which nothing was pushed for so long is closed (seconds)
+IDLE_SECONDS = 120.0
 #: so much may be on its way to one peer
 _UNTAKEN_BYTES = DEFAULT_LIMITS.max_payload_bytes
 
@@ -47,7 +49,7 @@ class _Pushed:
 
 
 class PushStream:
-    """To one peer. It is dialled when it is made, and ends when it breaks or when the peer takes nothing."""
+    """To one peer. It is dialled when it is made, and ends when it breaks, when the peer takes nothing, or unused."""
 
     def __init__(self, node: Node, peer: str) -> None:
         self.peer = peer
@@ -77,7 +79,8 @@ class PushStream:
         self._bytes += pushed.nbytes
         if self._channel is not None:
             self._channel.post(pushed.message, tensors, codec=codec)
-            self._watch()
+            if len(self._untaken) == 1:
+                self._watch()
 
     def end(self) -> None:
         """Close the stream: what has not arrived has failed. May be called twice."""
@@ -109,16 +112,20 @@ class PushStream:
     def _taken(self, number: int) -> None:
         while self._untaken and (first := next(iter(self._untaken))) <= number:
             self._bytes -= self._untaken.pop(first).nbytes
+        if not self._untaken:
+            self._watch()
 
     def _watch(self) -> None:
-        """While something is on its way, see that it moves."""
-        if self._timer is None and self._untaken:
-            self._progressed = self._loop.time()
-            self._timer = self._loop.call_later(_TICK_SECONDS, self._tick)
+        """While something is on its way, see that it moves; while nothing is, that this does not last for ever."""
+        self._progressed = self._loop.time()
+        self._tick()
 
     def _tick(self) -> None:
-        self._timer = None
-        if not self._untaken or self._channel is None:
+        if self._timer is not None:
+            self._timer.cancel()
+        assert self._channel is not None
+        if not self._untaken:
+            self._timer = self._loop.call_later(IDLE_SECONDS, self.end)
             return
         progress = next(iter(self._untaken)), self._channel.unsent
         if progress != self._progress:
@@ -141,6 +148,7 @@ class PushStreams:
         """The stream to a peer, dialled if there is none."""
         stream = self._streams.get(peer)
         if stream is None or stream.ended:
+            self._streams = {peer: stream for peer, stream in self._streams.items() if not stream.ended}
             stream = self._streams[peer] = PushStream(self._node, peer)
         return stream
 

@@ -18,13 +18,28 @@ T = TypeVar("T")
 _STOP_SECONDS = 5.0
 
 
+try:
+    import uvloop
+except ImportError:
+    _Fastest: type[asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop
+else:
+    _Fastest = uvloop.Loop
+
+
+class EventLoop(_Fastest):  # type: ignore[misc, valid-type]
+    """A uvloop where there is one. Processes that it starts, which is the p2p daemon, get a session of their own.
+
+    Ctrl-C goes to every process of the terminal's foreground group. The daemon would die of it, when its owner only
+    stops an answer, or still has to say goodbye.
+    """
+
+    async def subprocess_exec(self, *args: Any, **options: Any) -> Any:
+        return await super().subprocess_exec(*args, **{"start_new_session": True, **options})
+
+
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    """An event loop for a `Node`."""
+    return EventLoop()
 
 
 class LoopThread:
