@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,13 @@ def test_it_says_what_transformers_says(peers: list[str], expected: dict[int, st
     shown = run("generate", "smollm2", *peers, *GREEDY, stdin=TEXT + "\n")
     assert (shown.returncode, shown.stdout) == (0, expected[1].rstrip("\n") + "\n")
     assert "tokens/s" not in shown.stderr
+
+
+def test_as_json(peers: list[str], expected: dict[int, str]) -> None:
+    shown = invoke("generate", "smollm2", *peers, *GREEDY, "--json", "--prompt", TEXT)
+    facts = json.loads(shown.stdout)
+    assert facts["text"] == expected[1]
+    assert (len(facts["tokens"]), facts["recoveries"]) == (12, [])
 
 
 def test_beams(peers: list[str], expected: dict[int, str]) -> None:

@@ -97,13 +97,13 @@ def test_a_session_moves_once_to_a_nearer_server(
     def happened(calls: int) -> bool:
         if calls == 5:
             swarm.start([(0, 6)])
-        if session.core.recoveries and not moved_at:
+        if session.recoveries and not moved_at:
             moved_at.append(time.monotonic())
         # it looks around after that, too, and stays
         return bool(moved_at) and time.monotonic() > moved_at[0] + 3.0
 
     found = answer(model, session, happened)
-    (move,) = session.core.recoveries
+    (move,) = session.recoveries
     assert (move.moved, move.start, move.end) == (True, 0, 6)
     assert move.new_peer_ids == (swarm.servers[-1].peer_id,)
     assert "a token is expected to take" in move.why
@@ -129,7 +129,7 @@ def test_a_way_breaks_inside_a_step(
         return calls == 16
 
     found = answer(model, session, happened)
-    (recovery,) = session.core.recoveries
+    (recovery,) = session.recoveries
     assert recovery.peer_id == swarm.servers[1].peer_id
     assert ("no sign of life" if silent else "connection") in recovery.why
     assert_same(found, whole)
@@ -146,4 +146,4 @@ def test_a_slow_way_is_no_silence(swarm: LocalSwarm, links: list[Link], connect:
         begun = time.monotonic()
         session.step(hidden[:, 1:])
         assert time.monotonic() - begun > 2
-        assert session.core.recoveries == []
+        assert session.recoveries == []

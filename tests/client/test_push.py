@@ -189,7 +189,31 @@ def test_where_servers_cannot_reach_one_another_the_client_carries(
                 assert (counted["step"], counted["output"]) == (2 * NEW, 2 * NEW)
             with model.inference_session(max_length=64) as session:
                 assert generate(model, num_beams=1, ids=PROMPT + 1) == generate(whole, ids=PROMPT + 1)
-                assert session.core.recoveries == []
+                assert session.recoveries == []
+
+
+def test_streams_that_nobody_uses_are_closed_and_opened_again(
+    tiny_llama: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lilliput.server.push.IDLE_SECONDS", 0.3)
+    with (
+        here(tiny_llama) as servers,
+        connected(tiny_llama, servers[0].addresses) as model,
+        model.inference_session(max_length=64) as session,
+    ):
+        used: set[Any] = set()
+        for _ in range(2):
+            session.position = 0
+            assert generate(model) == generate(whole)
+            streams = {stream for server in servers for stream in server.service.pushes._streams.values()}  # type: ignore[union-attr]
+            assert not streams & used
+            assert len(streams) == 2
+            until = time.monotonic() + 20
+            while not all(stream.ended for stream in streams):
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            used |= streams
+        assert session.recoveries == []
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -227,7 +251,7 @@ def test_a_server_dies_while_others_push(victim: int, swarm: LocalSwarm, tiny_ll
 
             assert generate(model, between, **beams) == expected_beams
             timers[0].join()
-            assert 1 <= len(session.core.recoveries) <= 2
+            assert 1 <= len(session.recoveries) <= 2
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -252,5 +276,5 @@ def test_a_frozen_server_that_wakes_changes_nothing(rows: int, swarm: LocalSwarm
                 time.sleep(0.05)
 
         assert generate(model, between, **options) == expected
-        assert len(session.core.recoveries) == 1
-        assert session.core.recoveries[0].seconds < 10
+        assert len(session.recoveries) == 1
+        assert session.recoveries[0].seconds < 10

@@ -70,7 +70,7 @@ def same(
         answer = model.generate(ids, logits_processor=LogitsProcessorList([at]), **options)
         assert not at.actions
         assert answer.tolist() == expected.tolist()
-        return list(session.core.recoveries)
+        return list(session.recoveries)
 
 
 REPLACEMENTS = {"one": [(2, 4)], "two": [(2, 3), (3, 4)], "wider": [(1, 3), (3, 6)], "all": [(0, 6)]}
@@ -89,7 +89,7 @@ def test_a_server_dies_between_two_steps(spans: Any, swarm: LocalSwarm, model: A
         kill(by_peer[victim.peer_id])
         answer = model.generate(first, **{**GREEDY, "max_new_tokens": NEW - 5})
         assert answer.tolist() == expected.tolist()
-        assert [recovery.peer_id for recovery in session.core.recoveries] == [victim.peer_id]
+        assert [recovery.peer_id for recovery in session.recoveries] == [victim.peer_id]
 
 
 def test_before_the_first_step_and_after_it(swarm: LocalSwarm, model: Any, whole: Any) -> None:
@@ -146,7 +146,7 @@ def test_inside_a_long_prefix(swarm: LocalSwarm, model: Any, whole: Any) -> None
         timer.start()
         with model.inference_session(max_length=2000) as session:
             assert model.generate(ids, **GREEDY).tolist() == expected.tolist()
-            print(session.core.recoveries)
+            print(session.recoveries)
         timer.join()
 
 
@@ -271,4 +271,4 @@ def test_a_server_leaves_though_there_is_nobody_else(swarm: LocalSwarm, model: A
         swarm.start([(2, 4)])
         answer = model.generate(first, **{**GREEDY, "max_new_tokens": NEW - 5})
         assert answer.tolist() == whole.generate(PROMPT, **GREEDY).tolist()
-        assert not session.core.recoveries[0].moved
+        assert not session.recoveries[0].moved

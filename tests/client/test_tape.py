@@ -21,6 +21,8 @@ class Tapes(RuleBasedStateMachine):
         self.tape = Tape(first_block=2, budget=1 << 30)
         self.rows: list[list[tuple[float, int | None, int | None]]] = []
         self.count = 0
+        self.mark = self.tape.mark()
+        self.marked: list[list[float]] = []
 
     @property
     def length(self) -> int:
@@ -68,6 +70,26 @@ class Tapes(RuleBasedStateMachine):
         parents = data.draw(st.lists(st.integers(0, len(self.rows) - 1), min_size=1, max_size=4))
         self.tape.reorder(parents)
         self.rows = [list(self.rows[parent]) for parent in parents]
+
+    @rule()
+    def set_mark(self) -> None:
+        self.mark, self.marked = self.tape.mark(), [[token[0] for token in row] for row in self.rows]
+
+    @invariant()
+    def knows_what_was_there_before(self) -> None:
+        """A server that was fed then, of rows that are the same in all of them one, holds what it says."""
+        kept = self.tape.kept(self.mark)
+        assert kept <= min(self.length, len(self.marked[0]) if self.marked else 0)
+        now = [[token[0] for token in row[:kept]] for row in self.rows]
+        before = [row[:kept] for row in self.marked]
+        if kept and len(now) != len(before):
+            assert all(row == before[0] for row in (*before, *now))
+        elif kept:
+            assert now == before
+        if self.mark.numbering == self.tape.mark().numbering and self.marked and len(self.rows) == len(self.marked):
+            assert kept == self.length or any(
+                len(old) == kept or new[kept][0] != old[kept] for new, old in zip(self.rows, self.marked, strict=True)
+            )
 
     @invariant()
     def plays_what_is_there(self) -> None:

@@ -78,10 +78,10 @@ class Conversation:
             ids = self._fit(question, limit)
             count = min(self._max_new_tokens, limit - len(ids))
             session = self._session_for(len(ids) + count)
-            before = len(session.core.recoveries)
+            before = len(session.recoveries)
             try:
                 self._model.generate(ids, session, answer, max_new_tokens=count, **self._options)
-                for recovery in session.core.recoveries[before:]:
+                for recovery in session.recoveries[before:]:
                     self._notice(str(recovery))
                 return
             except CacheFull:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +16,9 @@ from lilliput.cli.logs import Verbose
 from lilliput.cli.options import InitialPeers, Model, Revision, Token
 from lilliput.cli.output import Output, remark
 from lilliput.errors import BadRequest
+
+if TYPE_CHECKING:
+    from lilliput.client.session import InferenceSession
 
 
 def generate(
@@ -38,6 +43,9 @@ def generate(
     ] = None,
     revision: Revision = None,
     token: Token = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, when all is there: the text, its pace, servers that were lost.")
+    ] = False,
     verbose: Verbose = 0,
 ) -> None:
     """Continue a text, or answer one question, and leave. Standard output has the new text alone."""
@@ -56,7 +64,7 @@ def generate(
                 f"{language_model.max_length()}, with what is to come"
             )
         options = sampling.options(temperature, top_p, top_k, num_beams if num_beams > 1 else None)
-        answer = Answer(language_model.tokenizer, output.write)
+        answer = Answer(language_model.tokenizer, (lambda piece: None) if as_json else output.write)
         streamer = answer if num_beams == 1 else None  # beams overtake one another: nothing is certain before the end
         try:
             with language_model.session(len(ids) + count, rows=num_beams) as session:
@@ -65,8 +73,23 @@ def generate(
                 answer.take(new)
         finally:
             output.end_line()
-        if verbose:
+        if as_json:
+            print(json.dumps(_facts(ids, answer, session)))
+        elif verbose:
             remark(f"({len(ids)} tokens read; {answer.pace})")
+            for recovery in session.recoveries:
+                remark(f"{recovery}: {recovery.why}")
+
+
+def _facts(ids: list[int], answer: Answer, session: InferenceSession) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "tokens": answer.tokens,
+        "prompt_tokens": len(ids),
+        "seconds_to_first": answer.seconds_to_first,
+        "tokens_per_second": answer.tokens_per_second,
+        "recoveries": [asdict(recovery) for recovery in session.recoveries],
+    }
 
 
 def _text(prompt: str | None) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.connection import SharedConnection
+from lilliput.client.recovery import Recovery
 from lilliput.client.route import Hop
 from lilliput.client.server_session import HopStats
 from lilliput.errors import LilliputError
@@ -87,6 +88,11 @@ class InferenceSession:
     def stats(self) -> list[HopStats]:
         """For each server: steps, tokens computed, milliseconds queued and computing, bytes."""
         return self._session.stats
+
+    @property
+    def recoveries(self) -> list[Recovery]:
+        """What happened to its servers so far: who took over what, why, and how long a step waited for it."""
+        return self._session.recoveries
 
     def step(
         self,

@@ -68,6 +68,6 @@ def _gap(model: Any, swarm: LocalSwarm, middle: tuple[int, int], history: int, c
         at = history + _STEPS_BEFORE
         session.step(hidden[:, at : at + 1], tokens=ids[:, at : at + 1])
         gap = time.perf_counter() - begun - min(usual)
-        assert len(session.core.recoveries) == 1
+        assert len(session.recoveries) == 1
     swarm.add(middle)
     return gap * 1e3

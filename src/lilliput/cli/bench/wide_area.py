@@ -1,4 +1,7 @@
-"""One stream over servers that are far away: what comes of it, and what the distances allow."""
+"""One stream over servers that are far away: what comes of it, and what the distances allow.
+
+Computing is the servers' share of a token and this process's: the model's ends, and what `generate()` does around them.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ import torch
 from lilliput.cli.bench.network import Link, Network
 from lilliput.cli.bench.report import Figure
 from lilliput.cli.local_swarm import LocalSwarm
+from lilliput.client.gate import Gate
 from lilliput.client.model import AutoDistributedModelForCausalLM
 from lilliput.client.session import InferenceSession
 
@@ -64,34 +68,47 @@ def _links() -> Iterator[list[Link]]:
 
 
 def _seconds_a_token(model: Any, seed: int) -> tuple[float, float]:
-    """Of a stream of tokens: from one to the next, and the servers' share of it. Medians."""
+    """Of a stream of tokens: from one to the next, and what was computed meanwhile, there and here. Medians."""
     ids = torch.randint(10, 100, (1, _PROMPT_TOKENS), generator=torch.Generator().manual_seed(seed))
     with model.inference_session(max_length=_PROMPT_TOKENS + _NEW_TOKENS) as session:
         clock = _Clock(session)
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=_NEW_TOKENS,
-            min_new_tokens=_NEW_TOKENS,
-            do_sample=False,
-            streamer=clock,
-        )
-    steps = [(end - begin, computed - before) for (begin, before), (end, computed) in itertools.pairwise(clock.ticks)]
+        gate = next(module for module in model.modules() if isinstance(module, Gate))
+        with gate.register_forward_pre_hook(clock.leaves), gate.register_forward_hook(clock.is_back):
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=_NEW_TOKENS,
+                min_new_tokens=_NEW_TOKENS,
+                do_sample=False,
+                streamer=clock,
+            )
+    steps = [
+        (end - begin, computed - before + end - begin - (away - away_before))
+        for (begin, before, away_before), (end, computed, away) in itertools.pairwise(clock.ticks)
+    ]
     took, compute = (statistics.median(column) for column in zip(*steps, strict=True))
     return took, compute
 
 
 class _Clock:
-    """A transformers streamer: when each token came, and how long the servers had taken by then, in seconds."""
+    """A transformers streamer: when each token came, how long the servers had taken by then, and how long the hidden
+    states had been away from here, in seconds."""
 
     def __init__(self, session: InferenceSession) -> None:
-        self.ticks: list[tuple[float, float]] = []
+        self.ticks: list[tuple[float, float, float]] = []
         self._session = session
+        self._away = self._left = 0.0
+
+    def leaves(self, *_: Any) -> None:
+        self._left = time.perf_counter()
+
+    def is_back(self, *_: Any) -> None:
+        self._away += time.perf_counter() - self._left
 
     def put(self, value: torch.Tensor) -> None:
         if value.dim() < 2:  # else it is the prompt
             servers = sum(hop.compute_ms + hop.queued_ms for hop in self._session.stats) / 1e3
-            self.ticks.append((time.perf_counter(), servers))
+            self.ticks.append((time.perf_counter(), servers, self._away))
 
     def end(self) -> None:
         """Nothing more comes."""
