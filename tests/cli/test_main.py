@@ -157,3 +157,16 @@ def test_it_is_quiet_until_asked() -> None:
     assert said(0) == ["W a: warning"]
     assert said(1) == ["W a: warning", "I a: info", "W elsewhere: warning"]
     assert said(2) == [*said(1), "I elsewhere: info"]
+
+
+def test_an_interruption_while_modules_are_read_shows_no_traceback() -> None:
+    program = (
+        "import builtins, os, signal\nread = builtins.__import__\n"
+        "def interrupted(name, *rest, **more):\n"
+        "    if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return read(name, *rest, **more)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import lilliput.cli\nbuiltins.__import__ = interrupted\nlilliput.cli.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")

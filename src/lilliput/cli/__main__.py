@@ -1,5 +1,5 @@
 """`python -m lilliput.cli` is `lilliput`."""
 
-from lilliput.cli.main import main
+from lilliput.cli import run
 
-main()
+run()
