@@ -13,10 +13,11 @@ from typing import Any
 
 from lilliput.errors import ModelError
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: what configurations call the number of blocks
-_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
+BLOCKS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+HIDDEN = ("hidden_size", "n_embd", "d_model")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 #: the first number in a tensor's dotted name is its block's
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
@@ -59,10 +60,15 @@ class ModelFacts:
 
 def block_of(tensor: str) -> int | None:
     """The number of the block to which a checkpoint's tensor belongs; None for the model's ends and all else."""
-    if _OTHER_LAYERS.search(tensor):
+    if is_beside_the_text(tensor):
         return None
     found = _BLOCK.search(tensor)
     return int(found[1]) if found else None
+
+
+def is_beside_the_text(tensor: str) -> bool:
+    """Whether a tensor belongs to a part that reads images or sounds, which is not served."""
+    return bool(_OTHER_LAYERS.search(tensor))
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def first(config: Mapping[str, Any], *names: str, default: object = None) -> Any
 
 def block_count(config: Mapping[str, Any]) -> int | None:
     """How many blocks a configuration names."""
-    blocks = first(text_config(config), *_BLOCKS)
+    blocks = first(text_config(config), *BLOCKS)
     return blocks if isinstance(blocks, int) else None
 
 
@@ -89,7 +95,7 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     """
     c = text_config(config)
     count = block_count(config)
-    hidden = first(c, *_HIDDEN)
+    hidden = first(c, *HIDDEN)
     if not count or not isinstance(hidden, int):
         raise ModelError(f"The configuration of {name} does not say how many blocks it has, or how wide they are.")
     of_blocks: dict[int, list[tuple[str, Sequence[int]]]] = {}
@@ -98,7 +104,7 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
         block = block_of(tensor)
         if block is not None and block < count:  # some checkpoints carry further layers, for guessing ahead
             of_blocks.setdefault(block, []).append((tensor, shape))
-        elif block is None and not _OTHER_LAYERS.search(tensor) and not (tied and tensor.endswith("lm_head.weight")):
+        elif block is None and not is_beside_the_text(tensor) and not (tied and tensor.endswith("lm_head.weight")):
             ends += math.prod(shape)
     if lacking := [block for block in range(count) if block not in of_blocks]:
         raise ModelError(f"{name} has no tensors of block {lacking[0]}, though its configuration names {count} blocks.")
@@ -130,8 +136,8 @@ def _block(tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache:
 
 def _cache_numbers(c: Mapping[str, Any]) -> int:
     """Numbers that a token leaves in a block's cache: keys and values of all their heads."""
-    heads = first(c, *_HEADS)
-    hidden = first(c, *_HIDDEN)
+    heads = first(c, *HEADS)
+    hidden = first(c, *HIDDEN)
     if not heads:
         return 2 * int(hidden)
     head = first(c, "head_dim", default=hidden // heads)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from lilliput.errors import ModelError
-from lilliput.models.facts import BlockFacts, ModelFacts
+from lilliput.models.facts import DTYPE_BYTES, BlockFacts, ModelFacts
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: by the name of a quantization: bytes a number, numbers that share a scale (0: a matrix's whole row), bytes a scale
 #: with its zero point
 _QUANTIZED = {"int8": (1.0, 0, 4), "int4": (0.5, 32, 4), "nf4": (0.5, 64, 4)}
