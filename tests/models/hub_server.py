@@ -26,6 +26,7 @@ class Hub:
     :ivar asked: each GET of a file: its name and the bytes that were sent, `(begin, end)`
     :ivar cut: files whose connection breaks after so many bytes
     :ivar spoilt: files in which a byte arrives changed
+    :ivar unreachable_after: so many GETs of cut files are answered, further ones with a hang-up
     :ivar token: if set, who does not send it sees nothing
     """
 
@@ -34,6 +35,7 @@ class Hub:
     cut: dict[str, int] = field(default_factory=dict)
     spoilt: set[str] = field(default_factory=set)
     token: str = ""
+    unreachable_after: int | None = None
     port: int = 0
 
     @property
@@ -84,6 +86,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
             status = 206
         if self.command == "GET":
+            cut = [name for name, _ in self.hub.asked if name in self.hub.cut]
+            if self.hub.unreachable_after is not None and len(cut) >= self.hub.unreachable_after:
+                self.close_connection = True
+                return
             self.hub.asked.append((file.name, (begin, end)))
         self._send(status, bytes(content[begin:end]), headers, self.hub.cut.get(file.name))
 

@@ -223,7 +223,7 @@ class GGUFFile:
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).view(_shape(tensor))
         key = {"attn_q": "head_count", "attn_k": "head_count_kv"}.get(tensor.name.split(".")[-2])
         if key is not None and self._value("general.architecture") == "llama":
-            # llama rotates neighbours there, the two halves of a head here: [heads, half, 2, in] -> [heads, 2, half, in]
+            # there neighbours are rotated, here a head's halves: [heads, half, 2, in] -> [heads, 2, half, in]
             heads = self._value(f"llama.attention.{key}", None) or self._value("llama.attention.head_count")
             values = values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)
         return values.to(getattr(torch, self._dtype)).contiguous()

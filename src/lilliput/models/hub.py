@@ -17,6 +17,7 @@ from lilliput.models.progress import Progress
 #: what a model's folder holds besides its weights; no Python files: nothing that was downloaded is executed
 LIGHT_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHECKSUM = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,67 @@ class Hub:
         new = [file for file in files if not (folder / file).is_file()]
         if not new:
             return
-        progress(f"downloading {self.name}", 0, None)  # older releases of the client count files, not bytes
-        self._download(new, progress)
-        if not any((folder / file).exists() for file in new):
-            self._refuse_pickles()
-        for file in new:
-            if (folder / file).exists():
-                progress(f"checking {file}", 0, None)
-                if not _is_what_its_name_says(folder / file):
-                    discard(folder / file)
+        for number, file in enumerate(new, start=1):
+            stage = f"downloading {self.name}, {file}" + (f" ({number} of {len(new)})" if len(new) > 1 else "")
+            self._bring(folder, file, lambda done, total, stage=stage: progress(stage, done, total))  # type: ignore[misc]
+        self._download(new, progress)  # only gives what has come its place, and brings what came in no other way
+
+    def _bring(self, folder: Path, file: str, report: Callable[[int, int | None], None]) -> None:
+        """Download one file into the cache's contents, on from where an earlier process was interrupted.
+
+        The hub's client goes on by itself when a connection breaks, but begins again in another process. Its cache
+        names a content by its checksum, and it looks there before it downloads.
+        """
+        from urllib.parse import urlparse
+
+        import filelock
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
+
+        contents = folder.parent.parent / "blobs"
+        url = hf_hub_url(self.name, file, revision=self.revision)
+        try:
+            facts = get_hf_file_metadata(url, token=self.token)
+            if (
+                getattr(facts, "xet_file_data", None) is not None
+                or not facts.size
+                or not _CHECKSUM.fullmatch(facts.etag or "")
+            ):
+                return  # the client's own way
+            content = contents / str(facts.etag)
+            headers = build_hf_headers(token=self.token)
+            if urlparse(url).netloc != urlparse(facts.location).netloc:
+                headers.pop("authorization", None)  # not for the file's keeper
+            with filelock.FileLock(contents / f"{facts.etag}.part.lock"):
+                if content.exists():
+                    return
+                part = contents / f"{facts.etag}.part"
+                with part.open("ab") as opened:
+                    begun = opened.tell()
+                    report(begun, facts.size)
+                    if begun < facts.size:
+                        http_get(
+                            facts.location,
+                            opened,
+                            headers=headers,
+                            resume_size=begun,
+                            expected_size=facts.size,
+                            tqdm_class=_reporting_bars(report),
+                        )
+                if not _has_checksum(part, content.name):
+                    part.unlink()
                     raise ModelError(
                         f"{file} of {self.name} arrived damaged: its checksum is not the hub's. It was thrown away; "
                         f"try again."
                     )
+                part.chmod(0o644)
+                part.rename(content)
+            (contents / f"{facts.etag}.part.lock").unlink(missing_ok=True)
+        except Exception as error:
+            if file == SINGLE:
+                self._refuse_pickles()
+            raise _explained(self.name, self.revision, error) from error
 
     def shapes(self, file: str) -> Shapes:
         """The shapes of a file's tensors, from its first bytes. Raises `ModelError`."""
@@ -108,20 +157,15 @@ def discard(file: Path) -> None:
         content.unlink(missing_ok=True)
 
 
-def _is_what_its_name_says(file: Path) -> bool:
-    """In the hub's cache a content is named by its ETag: the SHA-256 of a large file, git's SHA-1 of a small one."""
-    content = file.resolve()
-    if content.parent.name != "blobs":
-        return True
-    with content.open("rb") as opened:
-        if re.fullmatch(r"[0-9a-f]{64}", content.name):
-            return hashlib.file_digest(opened, "sha256").hexdigest() == content.name
-        if _COMMIT.fullmatch(content.name):
-            digest = hashlib.sha1(b"blob %d\0" % content.stat().st_size, usedforsecurity=False)
-            while part := opened.read(1 << 20):
-                digest.update(part)
-            return digest.hexdigest() == content.name
-    return True  # another server's ETag
+def _has_checksum(file: Path, checksum: str) -> bool:
+    """The hub's ETag is the SHA-256 of a large file, git's SHA-1 of a small one."""
+    with file.open("rb") as opened:
+        if len(checksum) == 64:
+            return hashlib.file_digest(opened, "sha256").hexdigest() == checksum
+        digest = hashlib.sha1(b"blob %d\0" % file.stat().st_size, usedforsecurity=False)
+        while part := opened.read(1 << 20):
+            digest.update(part)
+        return digest.hexdigest() == checksum
 
 
 def out_of_space(error: BaseException) -> bool:

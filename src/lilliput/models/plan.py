@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lilliput.errors import ModelError
@@ -81,3 +81,75 @@ PRECISIONS = (
     Precision("int8", "bfloat16", "int8"),
     Precision("int4", "bfloat16", "int4"),
 )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One of the machines among which a model is divided.
+
+    :ivar memory_bytes: that a server may use
+    :ivar bytes_a_second: at which it reads its memory
+    """
+
+    memory_bytes: int
+    bytes_a_second: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What comes of a precision.
+
+    :ivar block_bytes: weights of the largest block
+    :ivar blocks_fit: on one machine, cache included
+    :ivar machines: that hold the whole model; None if not one block fits
+    :ivar spread: over how many machines the rest is computed
+    :ivar compute_ms: one token through all blocks, as reading their weights takes
+    :ivar network_ms: one token over all legs of the chain
+    """
+
+    precision: str
+    block_bytes: int
+    model_bytes: int
+    cache_bytes_per_token: int
+    blocks_fit: int
+    machines: int | None
+    spread: int | None
+    compute_ms: float
+    network_ms: float | None
+
+    @property
+    def network_share(self) -> float | None:
+        """Of a step's time, 0 to 1."""
+        return None if self.network_ms is None else self.network_ms / (self.network_ms + self.compute_ms)
+
+
+def estimate(
+    facts: ModelFacts,
+    precision: Precision,
+    machine: Machine,
+    *,
+    cache_tokens: int,
+    round_trip_ms: float,
+    machines: int | None = None,
+) -> Estimate:
+    """How many such machines hold the model, and what a step costs over so many (or over `machines`).
+
+    A chain of k servers that push to each other has k + 1 legs, each half a round trip long. A step reads all weights
+    that its token needs, once; other work is left out, so its real share is larger and the network's smaller.
+    """
+    dtype, quantize = precision.dtype, precision.quantize
+    fit = blocks_that_fit(facts, dtype, quantize, machine.memory_bytes, cache_tokens)
+    needed = -(-len(facts.blocks) // fit) if fit else None
+    spread = None if needed is None else max(needed, machines or 0)
+    read = sum(block_bytes(replace(b, matrices=b.read), dtype, quantize) for b in facts.blocks)
+    return Estimate(
+        precision=precision.name,
+        block_bytes=max(block_bytes(b, dtype, quantize) for b in facts.blocks),
+        model_bytes=sum(block_bytes(b, dtype, quantize) for b in facts.blocks),
+        cache_bytes_per_token=sum(cache_bytes(b, dtype) for b in facts.blocks),
+        blocks_fit=fit,
+        machines=needed,
+        spread=spread,
+        compute_ms=read / machine.bytes_a_second * 1e3,
+        network_ms=None if spread is None else (spread + 1) * round_trip_ms / 2,
+    )
