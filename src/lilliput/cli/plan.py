@@ -136,8 +136,9 @@ def _show(
     )
     console.print(
         f"A machine: {shown_size(machine.memory_bytes)} for the server, "
-        f"read at {shown_size(machine.bytes_a_second)}/s. Cache set aside: {cache_tokens:,} tokens. A step: one token over {over}, {round_trip:g} ms there and back "
-        f"between any two, pushed from each to the next; its computing is taken to be reading the weights once.",
+        f"read at {shown_size(machine.bytes_a_second)}/s. Cache set aside: {cache_tokens:,} tokens. "
+        f"A step: one token over {over}, {round_trip:g} ms there and back between any two, pushed from each to the "
+        f"next; its computing is taken to be reading the weights once.",
         highlight=False,
     )
     short = [

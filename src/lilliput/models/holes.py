@@ -153,6 +153,7 @@ def load_with_holes(
                 attn_implementation=attention,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named below
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         if e.args == (attention,):
@@ -161,6 +162,12 @@ def load_with_holes(
                 f"its attention is the family's own there"
             ) from e
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
+    if wrong := sorted(report.get("mismatched_keys") or (), key=str):
+        name, found, expected = wrong[0]
+        raise ModelError(
+            f"{files.path} does not belong to its config.json: {name} has the shape {list(found)} and should have "
+            f"{list(expected)}. Fetch the model again."
+        )
     missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
