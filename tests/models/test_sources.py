@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import http.server
 import json
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from hivemind.moe.expert_uid import is_valid_prefix, is_valid_uid
 
 from lilliput.errors import ModelError
-from lilliput.models import sources
+from lilliput.models import checkpoint, sources
 from lilliput.models.sources import fingerprint, resolve, uid_prefix
 
 COMMIT = "0123456789" * 4
@@ -94,10 +89,9 @@ def test_a_folder_without_weights_is_refused_unless_none_are_asked_for(tmp_path:
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model-00001-of-00002.safetensors").touch()
     shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    (tmp_path / sources.INDEX).write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(ModelError, match=r"lacks model-00002-of-00002\.safetensors"):
+    (tmp_path / checkpoint.INDEX).write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(ModelError, match=r"lacks model-00001-of-00002\.safetensors, model-00002-of-00002"):
         resolve(str(tmp_path))
 
 
@@ -136,123 +130,3 @@ def test_another_architecture_has_another_fingerprint(change: dict[str, object])
     config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6}
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4}
     assert fingerprint({**config, **change}) != fingerprint(config)
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of a hub as a download needs. `repositories` maps a name to a folder; `asked` lists the files served."""
-
-    repositories: ClassVar[dict[str, Path]] = {}
-    asked: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        for name, folder in self.repositories.items():
-            files = sorted(file for file in folder.iterdir() if file.is_file())
-            if self.path.startswith(f"/api/models/{name}/tree/"):
-                tree = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": _digest(f)} for f in files]
-                return self._json(tree)
-            if self.path.startswith(f"/api/models/{name}"):
-                return self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": f.name} for f in files]})
-            if self.path.startswith(f"/{name}/resolve/") and (file := folder / self.path.rpartition("/")[2]).is_file():
-                if self.command == "GET":
-                    self.asked.append(file.name)
-                return self._send(file.read_bytes(), {"ETag": f'"{_digest(file)}"'})
-        self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_HEAD = do_GET
-
-    def _json(self, content: object) -> None:
-        self._send(json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(200)
-        for key, value in {**headers, "X-Repo-Commit": COMMIT, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
-
-
-def _point_hub_at(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What HF_ENDPOINT does before huggingface_hub is imported."""
-    from huggingface_hub import constants, file_download
-
-    url = f"http://127.0.0.1:{port}"
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
-    for module in constants, file_download:  # before 1.0 the second had a copy
-        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
-    monkeypatch.setattr(constants, "ENDPOINT", url)
-
-
-@pytest.fixture
-def hub(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
-    """A hub on loopback with `org/Tiny-1.0` in shards, and an empty cache of this machine's."""
-    import huggingface_hub.constants
-    from transformers import AutoModelForCausalLM
-
-    repository = tmp_path / "repository"
-    AutoModelForCausalLM.from_pretrained(tiny_llama).save_pretrained(repository, max_shard_size="300KB")
-    (repository / "modeling_evil.py").write_text("raise SystemExit")
-    (repository / "pytorch_model.bin").write_bytes(b"\x80\x02.")
-    Hub.repositories, Hub.asked = {"org/Tiny-1.0": repository}, []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    _point_hub_at(server.server_port, monkeypatch)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    yield Hub
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_hub_id_is_fetched_once_without_code_and_pickles(hub: type[Hub]) -> None:
-    seen: list[tuple[str, int, int | None]] = []
-    files = resolve("org/Tiny-1.0", progress=lambda *report: seen.append(report))
-    assert (files.name, files.uid_prefix, files.revision) == ("Tiny-1.0", "Tiny-1-0", COMMIT)
-    assert len(sources.weight_files(files.path)) > 1
-    assert {"config.json", sources.INDEX, *sources.weight_files(files.path)} <= set(hub.asked)
-    assert not any(file.endswith((".py", ".bin")) for file in hub.asked)
-    weight_bytes = sum((files.path / file).stat().st_size for file in sources.weight_files(files.path))
-    assert max(done for stage, done, _ in seen if "downloading" in stage) in (weight_bytes, 0)  # 0: huggingface_hub < 1
-
-    hub.asked.clear()
-    assert resolve("org/Tiny-1.0") == files
-    assert hub.asked == []
-
-
-def test_without_weights_only_the_small_files_are_fetched(hub: type[Hub]) -> None:
-    files = resolve("org/Tiny-1.0", weights=False)
-    assert files.config()["num_hidden_layers"] == 6
-    assert not any(file.endswith(".safetensors") for file in hub.asked)
-
-
-def test_a_fetched_model_is_found_when_the_hub_cannot_be_reached(
-    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = resolve("org/Tiny-1.0")
-    _point_hub_at(9, monkeypatch)
-    assert resolve("org/Tiny-1.0").path == files.path
-    with pytest.raises(ModelError, match=r"not on this machine, and the hub cannot be reached"):
-        resolve("org/Other")
-
-
-def test_a_model_that_the_hub_does_not_know_is_explained(hub: type[Hub]) -> None:
-    with pytest.raises(ModelError, match=r"The hub knows no model org/Nothing"):
-        resolve("org/Nothing")
-
-
-def test_a_repository_with_only_pickles_is_refused(hub: type[Hub]) -> None:
-    for file in hub.repositories["org/Tiny-1.0"].glob("*.safetensors*"):
-        file.unlink()
-    with pytest.raises(ModelError, match=r"only pickled weights on the hub"):
-        resolve("org/Tiny-1.0")

@@ -81,7 +81,8 @@ class LanguageModel:
         shared = SharedConnection.to(initial_peers)  # the model's own
         try:
             with drawn() as progress:
-                files = resolve(model, revision=revision, token=token, progress=progress)
+                files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
+                files.fetch("ends", progress)
                 progress(f"looking for the blocks of {files.name}", 0, None)
                 distributed = AutoDistributedModelForCausalLM.from_pretrained(
                     str(files.path),

@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, route, serve, status
+from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, plan, route, serve, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -92,6 +92,7 @@ for _command in (
     route.route,
     drain.drain,
     fetch.fetch,
+    plan.plan,
     bench.bench,
 ):
     app.command()(guarded(_command))

@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 
 #: a required MODEL where the command gives no default
-Model = Annotated[str, typer.Argument(help="`smollm2` (the demo), a folder, or a hub id such as `org/name`.")]
+Model = Annotated[
+    str, typer.Argument(help="`smollm2` (the demo), a folder, a .gguf file, or a hub id such as `org/name`.")
+]
 Revision = Annotated[str | None, typer.Option(help="The hub's branch, tag or commit.", show_default=False)]
 Token = Annotated[
     str | None, typer.Option(envvar="HF_TOKEN", help="The hub's access token, for private models.", show_default=False)

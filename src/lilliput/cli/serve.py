@@ -83,7 +83,8 @@ def serve(
 
     with contextlib.ExitStack() as leaving:
         with _progress(supervisor) as progress:
-            files = resolve(model, revision=revision, token=token, progress=progress)
+            files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
+            files.fetch(span, progress)
             server = Server(
                 files,
                 span,

@@ -64,7 +64,8 @@ class AutoDistributedModelForCausalLM:
         """
         shared = SharedConnection.to(initial_peers)  # it connects while the model loads
         try:
-            files = resolve(model, revision=revision, token=token, progress=progress)
+            files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
+            files.fetch("ends", progress)
             shared.loop.submit(shared.connection.prefetch(files.name))
             remote = RemoteModel(
                 shared.connection,

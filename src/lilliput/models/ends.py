@@ -51,7 +51,9 @@ class PackedHead(nn.Module):
 
 def load_ends(files: ModelFiles, first_block: nn.Module, *, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of `files` in which `first_block` stands for all blocks. Raises `ModelError`."""
-    model = load_with_holes(files, AutoModelForCausalLM, keep_ends(first_block), dtype=dtype, attention=ATTENTION)
+    model = load_with_holes(
+        files, AutoModelForCausalLM, keep_ends(first_block), "ends", dtype=dtype, attention=ATTENTION
+    )
     if getattr(model, "generation_config", None) is not None:
         # a family's choice of cache does not concern us: ours is handed to generate()
         model.generation_config.cache_implementation = None

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
 from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models.checkpoint import Part, view
 from lilliput.models.families import family_of
 from lilliput.models.sources import ModelFiles
 
@@ -119,12 +120,14 @@ def load_with_holes(
     files: ModelFiles,
     auto: Any,
     punch: Punch,
+    part: Part,
     *,
     dtype: torch.dtype,
     attention: str,
 ) -> PreTrainedModel:
     """Build `auto`'s model for these files, punch the holes, and read what is left.
 
+    :param part: what is left; the model's other files need not be there
     :param auto: `transformers.AutoModel` (no head) or `transformers.AutoModelForCausalLM`
     :param attention: the name of a registered attention implementation
     """
@@ -142,14 +145,15 @@ def load_with_holes(
 
     holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
-        with _loading, _quiet_transformers():
+        with _loading, _quiet_transformers(), view(files.path, part) as folder:
             model, report = holed.from_pretrained(
-                files.path,
+                folder,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # named below
             )
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         if e.args == (attention,):
@@ -158,6 +162,12 @@ def load_with_holes(
                 f"its attention is the family's own there"
             ) from e
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
+    if wrong := sorted(report.get("mismatched_keys") or (), key=str):
+        name, found, expected = wrong[0]
+        raise ModelError(
+            f"{files.path} does not belong to its config.json: {name} has the shape {list(found)} and should have "
+            f"{list(expected)}. Fetch the model again."
+        )
     missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")

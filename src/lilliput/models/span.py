@@ -56,7 +56,7 @@ class Span:
     @classmethod
     def load(cls, files: ModelFiles, start: int, end: int, *, dtype: torch.dtype, fuse: bool = True) -> Span:
         """Read blocks `[start, end)` of a model's files, and nothing else."""
-        model = load_with_holes(files, AutoModel, keep_span(start, end), dtype=dtype, attention=ATTENTION)
+        model = load_with_holes(files, AutoModel, keep_span(start, end), (start, end), dtype=dtype, attention=ATTENTION)
         return cls(model, start, end, fuse=fuse)
 
     @property

@@ -41,11 +41,12 @@ def load(
     """Read blocks `[start, end)` and start an engine for them, which is the caller's to stop. Raises `ModelError`."""
     start, end = blocks
     progress("finding the model")
-    files = model if isinstance(model, ModelFiles) else resolve(model)
+    files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
     config = read_config(files)
     count = int(config.num_hidden_layers)
     if not 0 <= start < end <= count:
         raise ModelError(f"{files.name} has blocks 0:{count}; {start}:{end} is no part of them")
+    files.fetch(blocks, lambda stage, done, total: progress(stage))
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()

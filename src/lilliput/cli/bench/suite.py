@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from lilliput.cli.bench import wide_area
+from lilliput.cli.bench.loading import loading
 from lilliput.cli.bench.recovery import recovery
 from lilliput.cli.bench.reference import Reference
 from lilliput.cli.bench.report import Figure, Report
@@ -63,6 +64,9 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     if wanted("server start"):
         _say("server start")
         report.add(_server_start(report, spans[0], min(rounds, 3)))
+    if wanted("loading"):
+        _say("loading")
+        report.figures.extend(loading(report.model, spans[len(spans) // 2], report.dtype, rounds))
     if wanted("recovery"):
         _say("recovery")
         report.figures.extend(recovery(report.model, blocks, report.dtype, _codec(report.dtype), min(rounds, 3)))

@@ -1,0 +1,104 @@
+"""The numbers of a plan are those of a loaded span."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from families import FAMILIES, Family
+from packaging.version import Version
+from test_families import save_random
+
+from lilliput.errors import ModelError
+from lilliput.models.facts import BlockFacts, ModelFacts, describe
+from lilliput.models.plan import (
+    PRECISIONS,
+    Machine,
+    block_bytes,
+    blocks_that_fit,
+    cache_bytes,
+    estimate,
+    working_bytes,
+)
+from lilliput.models.sources import ModelFiles, resolve
+from lilliput.models.span import Span
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_cache_and_weights_are_what_a_span_of_this_family_has(family: Family, tmp_path: Path) -> None:
+    if Version(transformers.__version__) < Version(family.since):
+        pytest.skip(f"works since transformers {family.since}")
+    save_random(family, tmp_path / "model")
+    files = resolve(str(tmp_path / "model"))
+    facts = files.facts()
+    span = Span.load(files, 1, 3, dtype=torch.float32, fuse=False)
+    assert span.cache_bytes_per_token == sum(cache_bytes(b, "float32") for b in facts.blocks[1:3])
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
+    assert sum(weights.values()) == sum(block_bytes(b, "float32") for b in facts.blocks[1:3])
+
+
+BLOCK = BlockFacts(matrices=64_000, rows=640, others=100, read=64_000, largest=9_000, cache=128)
+MODEL = ModelFacts("made-up", 64, (BLOCK,) * 10, 5_000, 128)
+
+
+def test_as_many_blocks_fit_as_there_is_room_for() -> None:
+    base, each = working_bytes(MODEL, "bfloat16"), 2 * 64_100 + 50 * 2 * 128
+    for room, fit in ((-1, 0), (0, 0), (each - 1, 0), (each, 1), (3 * each + 1, 3), (100 * each, 10)):
+        assert blocks_that_fit(MODEL, "bfloat16", None, base + room, 50) == fit
+
+
+def test_the_largest_blocks_must_fit_since_any_may_be_chosen() -> None:
+    small = BlockFacts(1_000, 10, 0, 1_000, 1_000, 0)
+    mixed = ModelFacts("mixed", 64, (small, BLOCK, small, BLOCK), 0, 128)
+    room = working_bytes(mixed, "float32") + block_bytes(BLOCK, "float32") + block_bytes(small, "float32")
+    assert blocks_that_fit(mixed, "float32", None, room, 0) == 1
+
+
+def test_quantized_weights_have_scales() -> None:
+    assert block_bytes(BLOCK, "bfloat16", "int8") == 64_000 + 4 * 640 + 200
+    assert block_bytes(BLOCK, "bfloat16", "int4") == 32_000 + 4 * 2_000 + 200
+    with pytest.raises(ModelError, match="unknown quantization"):
+        block_bytes(BLOCK, "bfloat16", "int2")
+
+
+def test_of_experts_only_the_chosen_are_read() -> None:
+    config = {"num_hidden_layers": 1, "hidden_size": 8, "num_experts": 4, "num_experts_per_tok": 1}
+    shapes = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (16, 8) for i in range(4)}
+    (block,) = describe("experts", config, {**shapes, "model.layers.0.mlp.gate.weight": (4, 8)}).blocks
+    assert (block.matrices, block.read) == (4 * 128 + 32, 128 + 32)
+
+
+def test_a_checkpoint_without_a_block_is_named() -> None:
+    with pytest.raises(ModelError, match="no tensors of block 1"):
+        describe("half", {"num_hidden_layers": 2, "hidden_size": 8}, {"model.layers.0.a.weight": (8, 8)})
+
+
+def test_the_network_costs_half_a_round_trip_for_each_leg() -> None:
+    machine = Machine(working_bytes(MODEL, "float32") + 4 * block_bytes(BLOCK, "float32"), 1e9)
+    made = estimate(MODEL, PRECISIONS[0], machine, cache_tokens=0, round_trip_ms=20)
+    assert (made.blocks_fit, made.machines, made.network_ms) == (4, 3, 40)
+    assert made.compute_ms == pytest.approx(10 * block_bytes(BLOCK, "float32") / 1e6)
+    more = estimate(MODEL, PRECISIONS[0], machine, cache_tokens=0, round_trip_ms=20, machines=5)
+    assert (more.machines, more.spread, more.network_ms) == (3, 5, 60)
+    none = estimate(MODEL, PRECISIONS[0], Machine(1000, 1e9), cache_tokens=0, round_trip_ms=20)
+    assert (none.machines, none.network_share) == (None, None)
+
+
+def test_the_command_reads_no_weights(demo_model: ModelFiles) -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-m", "lilliput.cli", "plan", "smollm2", "--memory", "8GB", "--bandwidth", "30"]
+    shown = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    plan = json.loads(shown.stdout)
+    by_name = {p["precision"]: p for p in plan["precisions"]}
+    assert (plan["blocks"], plan["machine"]["memory_bytes"]) == (30, 8_000_000_000)
+    assert by_name["bfloat16"]["block_bytes"] == 2 * by_name["float32"]["block_bytes"] // 4 == 7_080_192
+    assert by_name["float32"]["machines"] == 1
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "blocks that fit" in table
+    wrong = subprocess.run([*command[:-3], "lots"], capture_output=True, text=True)
+    assert wrong.returncode == 2
