@@ -62,5 +62,12 @@ class RemoteModel:
     ) -> list[Hop]:
         """A chain of servers for blocks `[start, end)`; parameters as of `route.find_chain`. Raises `MissingBlocks`."""
         return await self.connection.chain(
-            self.name, start, end, fingerprint=self.fingerprint, banned=banned, use=use, pushes=pushes
+            self.name,
+            start,
+            end,
+            fingerprint=self.fingerprint,
+            adapter=self.adapter,
+            banned=banned,
+            use=use,
+            pushes=pushes,
         )

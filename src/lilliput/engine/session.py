@@ -82,6 +82,7 @@ class CacheSession:
     :param rows: at most so many rows
     :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
     :param owner: who may find this session's pages again by their keys
+    :param adapter: that its tokens use; empty: none
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class CacheSession:
         max_length: int,
         bid: float = 0.0,
         owner: bytes = b"",
+        adapter: str = "",
     ) -> None:
         self._pool = pool
-        # a page holds what one part of the span computed, and is found again by its owner only
-        self._scope = f"{start}:{end}:".encode() + owner
+        # a page holds what one part of the span computed with one adapter, and is found again by its owner only
+        self._scope = f"{start}:{end}:{adapter}:".encode() + owner  # no adapter's name has a colon
+        self.adapter = adapter
         self.start, self.end = start, end
         self.max_rows, self.max_length, self.bid = rows, max_length, bid
         self.rows: list[Row] = []

@@ -11,6 +11,7 @@ import torch
 from lilliput.engine.engine import Engine
 from lilliput.engine.probe import measure
 from lilliput.errors import ModelError
+from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
 from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
@@ -46,11 +47,16 @@ def load(
     count = int(config.num_hidden_layers)
     if not 0 <= start < end <= count:
         raise ModelError(f"{files.name} has blocks 0:{count}; {start}:{end} is no part of them")
+    for name, folder in options.adapters.items():
+        check_adapter(name, folder)  # before the blocks are read, which takes longer
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
     span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
+    for name, folder in options.adapters.items():
+        progress(f"reading the adapter {name}")
+        span.add_adapter(name, folder)
     cache_tokens = options.cache_tokens or _default_cache_tokens(span)
     pages = max(1, cache_tokens // _PAGE_SIZE)
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE

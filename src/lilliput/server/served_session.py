@@ -73,8 +73,7 @@ class ServedSession:
             raise BadRequest("max_length must be at least 1 token")
         if body.bid != body.bid:
             raise BadRequest("the bid is not a number")
-        if body.adapter:
-            raise BadRequest(f"this server has no adapter {body.adapter!r}")
+        service.span.check_adapter(body.adapter)
         self._prefix = _split_keys(body.prefix, body.rows)
         if body.push_key and (len(body.push_key) != PUSH_KEY_BYTES or body.push_key in service.pushed_sessions):
             raise BadRequest(f"a push key is {PUSH_KEY_BYTES} random bytes of this session alone")
@@ -127,6 +126,7 @@ class ServedSession:
             max_length=body.max_length,
             bid=body.bid,
             owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
+            adapter=body.adapter,
             prefix=self._prefix or None,
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
