@@ -222,7 +222,7 @@ class Span:
 
 
 def _linear_layers(block: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The paths of a block's linear layers, whatever their weights are kept as, and their numbers of in- and outputs."""
+    """The paths of a block's linear layers, whatever keeps their weights, with how many in- and outputs they have."""
     for path, module in block.named_modules():
         sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
         if isinstance(module, Conv1D):  # GPT-2's, a linear layer with its weight transposed
