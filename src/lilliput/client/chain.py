@@ -283,7 +283,9 @@ class Chain:
             patience = replace(patience, queue=0.0, recovery=0.0)
         self._failures += 1
         given_up = self._closed or self.remote.connection.closed
-        if given_up or not error.retry_elsewhere or self._failures > patience.attempts:
+        # every server may have forgotten us, each for itself
+        attempts = patience.attempts + (len(self.legs) if isinstance(error, SessionExpired) else 0)
+        if given_up or not error.retry_elsewhere or self._failures > attempts:
             raise error
         begun, length = time.monotonic(), gone[0].answered
         failed: dict[str, float] = {}

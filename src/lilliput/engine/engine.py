@@ -102,7 +102,15 @@ class Engine:
 
         def make() -> CacheSession:
             session = CacheSession(
-                self.pool, start, end, rows=rows, max_length=max_length, bid=bid, owner=owner, adapter=adapter
+                self.pool,
+                start,
+                end,
+                rows=rows,
+                max_length=max_length,
+                bid=bid,
+                owner=owner,
+                adapter=adapter,
+                window=self.span.window(start, end),
             )
             if prefix:
                 self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)

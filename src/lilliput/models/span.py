@@ -96,6 +96,11 @@ class Span:
     def _deltas(self, batch: PackedBatch) -> Deltas | None:
         return deltas_of((self.adapters[name], places) for name, places in batch.adapters)
 
+    def window(self, start: int, end: int) -> int | None:
+        """How many tokens blocks `[start, end)` look back at most, the token itself among them; None: at all."""
+        windows = [self.shapes[index].window for index in range(start, end)]
+        return None if None in windows else max(window for window in windows if window is not None)
+
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of attention cache for one token of one row through the whole span."""

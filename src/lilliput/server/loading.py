@@ -25,6 +25,8 @@ _PAGE_SIZE = 32
 #: by default the cache may take this share of the memory that is free when the blocks are loaded
 _CACHE_SHARE = 0.25
 _MOST_CACHE_TOKENS = 1 << 18
+#: where all blocks have windows, longer steps than those would take more of the cache than the windows do
+_SLIDING_STEP = 1024
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,10 @@ def load(
     cache_tokens = options.cache_tokens or _default_cache_tokens(span)
     pages = max(1, cache_tokens // _PAGE_SIZE)
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
-    max_length = options.max_length or min(made_for, pages * _PAGE_SIZE)
+    # where all blocks have windows, a session may be longer than the cache
+    window = span.window(start, end)
+    longest = pages * _PAGE_SIZE if window is None else made_for
+    max_length = min(options.max_length or made_for, longest)
     engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
     engine.start()
     progress("measuring")
@@ -74,11 +79,11 @@ def load(
         admission=Admission(
             pages=pages,
             page_size=_PAGE_SIZE,
-            max_length=min(max_length, pages * _PAGE_SIZE),
+            max_length=max_length,
             max_queue=options.max_queue,
             max_sessions_per_peer=options.max_sessions_per_peer,
         ),
-        max_step_tokens=options.max_step_tokens,
+        max_step_tokens=min(options.max_step_tokens, max(window, _SLIDING_STEP)) if window else options.max_step_tokens,
         first_step_seconds=options.first_step_seconds,
         idle_seconds=options.idle_seconds,
         share_prefixes=options.share_prefixes,
