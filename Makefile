@@ -3,13 +3,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDER := build/transformers-4.56.2
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test check style types imports format models bench proto clean
+.PHONY: help env demo test test-older check style types imports format models bench proto clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(READY) ## Make .venv and put Lilliput and its tools into it
 
@@ -19,6 +20,16 @@ demo: $(READY) ## Start three servers on this machine and chat with a small real
 test: $(READY) ## Run all tests
 	$(BIN)/lilliput fetch
 	$(BIN)/python -m pytest $(ARGS)
+
+test-older: $(OLDER)/.ready ## Run the tests of models, and one of a real swarm, with the oldest transformers that is promised
+	PYTHONPATH=$(CURDIR)/$(OLDER) $(BIN)/python -m pytest tests/models tests/client/test_smollm2.py $(ARGS)
+
+# An older transformers, with the releases of its own dependencies that it wants, over the other packages of .venv.
+$(OLDER)/.ready: $(READY) Makefile
+	rm -rf $(OLDER)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OLDER) \
+		"transformers==4.56.2" "huggingface_hub==0.36.2" "tokenizers==0.22.2"
+	@touch $@
 
 check: style types imports ## Check style, types, and who imports whom
 

@@ -5,6 +5,7 @@
     │   └── UnsupportedModel  its family computes in a way that cannot be served; no other name or file will help
     ├── SwarmError            nothing wrong with the request; the swarm cannot take it now
     │   ├── MissingBlocks     no server holds blocks i..j
+    │   │   └── MissingAdapter    none that holds them has the adapter that was asked for
     │   ├── Unreachable       a peer does not answer
     │   ├── Busy              everyone who could serve this is full; says for how long
     │   ├── Draining          the server is about to leave
@@ -54,6 +55,12 @@ class MissingBlocks(SwarmError):
     def __init__(self, message: str, blocks: tuple[tuple[int, int], ...] = ()) -> None:
         super().__init__(message)
         self.blocks = blocks
+
+
+class MissingAdapter(MissingBlocks):
+    """A server has not the adapter that was asked for, or no server that holds some blocks has it."""
+
+    code = "NO_ADAPTER"
 
 
 class Unreachable(SwarmError):
@@ -138,6 +145,7 @@ BY_CODE: dict[str, type[LilliputError]] = {
     for cls in (
         BadRequest,
         WrongBlocks,
+        MissingAdapter,
         TooLong,
         Busy,
         CacheFull,

@@ -32,10 +32,29 @@ TOOL_TEMPLATE = (
 
 
 @pytest.fixture(scope="session")
-def swarm(demo_model: ModelFiles) -> Iterator[LocalSwarm]:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LoRA adapter of the demo's model."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(0)
+    layer = "base_model.model.model.layers.{}.mlp.down_proj.lora_{}.weight"
+    shapes = {"A": (2, 1536), "B": (576, 2)}
+    save_file(
+        {layer.format(n, half): torch.randn(shapes[half], generator=generator) / 4 for n in range(30) for half in "AB"},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def swarm(demo_model: ModelFiles, adapter: Path) -> Iterator[LocalSwarm]:
     """Two servers with all blocks, exact enough to compare with. Their caches hold one very long session, not two."""
     with Nursery() as nursery:
-        options = ["--dtype", "float32", "--cache-tokens", "12288"]
+        options = ["--dtype", "float32", "--cache-tokens", "12288", "--adapter", f"noise={adapter}"]
         with LocalSwarm("smollm2", [(0, 15), (15, 30)], options=options, nursery=nursery) as swarm:
             yield swarm
 

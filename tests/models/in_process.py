@@ -6,8 +6,9 @@ The ends, the gate, the cache, the engines and the spans are the real ones; only
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ class LocalModel:
     :ivar ends: the model as a client has it: Hugging Face's class with all blocks punched out but the gate
     """
 
-    def __init__(self, files: ModelFiles, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self, files: ModelFiles, spans: Sequence[tuple[int, int]], adapters: Mapping[str, Path] | None = None
+    ) -> None:
         self.engines = [
             Engine(
                 Span.load(files, start, end, dtype=torch.float32),
@@ -43,9 +46,12 @@ class LocalModel:
             for start, end in spans
         ]
         for engine in self.engines:
+            for name, folder in (adapters or {}).items():
+                engine.span.add_adapter(name, folder)
             engine.start()
         self.blocks = spans[-1][1]
-        self.gate = Gate(_Dense(self.engines))  # type: ignore[arg-type]
+        self.dense = _Dense(self.engines)
+        self.gate = Gate(self.dense)  # type: ignore[arg-type]
         self.ends: Any = load_ends(files, self.gate, dtype=torch.float32)
         self.gate.watch(self.ends)
 
@@ -86,14 +92,18 @@ class LocalModel:
 class LocalSession:
     """Caches in every engine. Stands for `InferenceSession`."""
 
-    def __init__(self, engines: Sequence[Engine], rows: int = 1, max_length: int = 128) -> None:
+    def __init__(self, engines: Sequence[Engine], rows: int = 1, max_length: int = 128, adapter: str = "") -> None:
         self.position = self.rows = 0
         self.max_rows = rows
         self.tokens: torch.Tensor | None = None
         self._parents: list[int] | None = None
         self.hops = [
-            (engine, engine.open(engine.span.start, engine.span.end, rows=rows, max_length=max_length).result(_SECONDS))
+            (
+                engine,
+                engine.open(span.start, span.end, rows=rows, max_length=max_length, adapter=adapter).result(_SECONDS),
+            )
             for engine in engines
+            for span in [engine.span]
         ]
 
     def reorder(self, parents: Sequence[int]) -> None:
@@ -137,13 +147,16 @@ def together(work: Sequence[tuple[LocalSession, torch.Tensor]], **options: Any) 
 
 
 class _Dense(nn.Module):
-    """Stands for `RemoteSequential`: whole rows through every span, without a cache."""
+    """Stands for `RemoteSequential`: whole rows through every span, without a cache.
+
+    :ivar adapter: that they use
+    """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         super().__init__()
-        self._engines = engines
+        self._engines, self.adapter = engines, ""
 
     def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
         for engine in self._engines:
-            hidden = engine.span.dense(hidden, engine.span.start, engine.span.end, **options)
+            hidden = engine.span.dense(hidden, engine.span.start, engine.span.end, adapter=self.adapter, **options)
         return hidden

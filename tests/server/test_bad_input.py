@@ -15,7 +15,7 @@ import torch
 from raw_client import BLOCKS, HIDDEN, Bystander, Peer, Session, Stream, service_of
 
 from lilliput import Server
-from lilliput.errors import BadRequest, LilliputError, ServerFailure, WrongBlocks
+from lilliput.errors import BadRequest, LilliputError, MissingAdapter, ServerFailure, WrongBlocks
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.protocol import BACKWARD, FORWARD, FORWARD_INCREMENTAL
 
@@ -336,9 +336,9 @@ def test_a_bad_pass_is_refused_and_its_stream_goes_on(peer: Peer) -> None:
         stream, message = (backward, pb.Backward) if kind == "backward" else (forward, pb.Forward)
         stream.send(pb.Message(**{kind: message(**{"start": 0, "end": BLOCKS, **fields})}), tensors)
         refusal: LilliputError = stream.error()
-        assert type(refusal) is (
-            WrongBlocks if what in ("other blocks", "no blocks", "another model") else BadRequest
-        ), what
+        others = {"an unknown adapter": MissingAdapter}
+        others |= dict.fromkeys(("other blocks", "no blocks", "another model"), WrongBlocks)
+        assert type(refusal) is others.get(what, BadRequest), what
         assert not refusal.body.closed  # type: ignore[attr-defined]
 
     for what, make in BAD_PASSES.items():

@@ -8,7 +8,7 @@ import pytest
 from raw_client import BLOCKS, Peer, assert_nothing_left, service_of
 
 from lilliput import Server
-from lilliput.errors import BadRequest, CacheFull, TooLong, WrongBlocks
+from lilliput.errors import BadRequest, CacheFull, MissingAdapter, TooLong, WrongBlocks
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
 
@@ -52,7 +52,7 @@ def test_a_session_may_ask_for_everything_the_server_has(server: Server, peer: P
         ({"rows": 5, "max_length": 2048}, CacheFull, "8192"),
         ({"bid": math.nan}, BadRequest, "bid"),
         ({"codec": "zip"}, BadRequest, "float16"),
-        ({"adapter": "lora"}, BadRequest, "lora"),
+        ({"adapter": "lora"}, MissingAdapter, "lora"),
         ({"prefix": b"x" * 17}, BadRequest, "keys"),
         ({"prefix": b"x" * 16, "rows": 2}, BadRequest, "keys"),
     ],

@@ -14,7 +14,7 @@ from lilliput.cli.answer import Answer
 from lilliput.cli.conversation import Conversation
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, Token
 from lilliput.cli.output import Output, complain, remark
 from lilliput.errors import LilliputError
 
@@ -35,6 +35,7 @@ def chat(
     dtype: Annotated[
         str | None, typer.Option(help="Of the model's ends and of what is sent.", show_default="the checkpoint's")
     ] = None,
+    adapter: Adapter = "",
     revision: Revision = None,
     token: Token = None,
     verbose: Verbose = 0,
@@ -42,7 +43,7 @@ def chat(
     """Talk to a model that a swarm holds. Without a terminal, answer standard input line by line."""
     process.prepare()
     with LanguageModel.open(
-        model, initial_peers, dtype=dtype, revision=revision, token=token, notice=remark
+        model, initial_peers, dtype=dtype, adapter=adapter, revision=revision, token=token, notice=remark
     ) as language_model:
         language_model.seed(seed)
         conversation = Conversation(

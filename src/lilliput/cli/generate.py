@@ -13,7 +13,7 @@ from lilliput.cli import process, sampling
 from lilliput.cli.answer import Answer
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, Token
 from lilliput.cli.output import Output, remark
 from lilliput.errors import BadRequest
 
@@ -41,6 +41,7 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="Of the model's ends and of what is sent.", show_default="the checkpoint's")
     ] = None,
+    adapter: Adapter = "",
     revision: Revision = None,
     token: Token = None,
     as_json: Annotated[
@@ -53,7 +54,7 @@ def generate(
     text = _text(prompt)
     output = Output()
     with LanguageModel.open(
-        model, initial_peers, dtype=dtype, revision=revision, token=token, notice=remark
+        model, initial_peers, dtype=dtype, adapter=adapter, revision=revision, token=token, notice=remark
     ) as language_model:
         language_model.seed(seed)
         ids = language_model.encode_chat([{"role": "user", "content": text}]) if chat else language_model.encode(text)

@@ -58,6 +58,7 @@ class LanguageModel:
         initial_peers: Sequence[str] | None,
         *,
         dtype: str | None = None,
+        adapter: str = "",
         revision: str | None = None,
         token: str | None = None,
         queue: float = _QUEUE_SECONDS,
@@ -88,6 +89,7 @@ class LanguageModel:
                     str(files.path),
                     initial_peers=initial_peers,
                     dtype=dtype,
+                    adapter=adapter,
                     patience=Patience(queue=queue),
                 )
             try:
@@ -111,8 +113,8 @@ class LanguageModel:
 
     def chain(self) -> list[Hop]:
         """The servers that would serve a session now. Raises `MissingBlocks`."""
-        blocks = len(self._model.remote)
-        chain: list[Hop] = self._shared.run(self._shared.connection.chain(self.name, 0, blocks))
+        remote = self._model.remote.remote_model
+        chain: list[Hop] = self._shared.run(remote.chain(0, remote.blocks))
         return chain
 
     def max_length(self) -> int:

@@ -14,6 +14,9 @@ Revision = Annotated[str | None, typer.Option(help="The hub's branch, tag or com
 Token = Annotated[
     str | None, typer.Option(envvar="HF_TOKEN", help="The hub's access token, for private models.", show_default=False)
 ]
+Adapter = Annotated[
+    str, typer.Option(metavar="NAME", help="An adapter that the servers have.", show_default="the model as it is")
+]
 InitialPeers = Annotated[
     list[str] | None,
     typer.Option(

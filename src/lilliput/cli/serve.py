@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,6 +54,12 @@ def serve(
     declare_uids: Annotated[
         bool, typer.Option("--declare-uids", help="Also declare the blocks as hivemind's experts.")
     ] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A LoRA adapter that PEFT has saved; may be repeated.", show_default=False
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
     ] = 3.0,
@@ -67,6 +73,7 @@ def serve(
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
     span = parse_blocks(blocks)
+    adapters = parse_adapters(adapter or ())
     process.prepare()
     supervisor = Supervisor() if supervised else None
     if supervisor:
@@ -99,6 +106,7 @@ def serve(
                 threads=threads,
                 share_prefixes=share_prefixes,
                 declare_uids=declare_uids,
+                adapters=adapters,
                 drain_seconds=drain_seconds,
                 progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
             )
@@ -131,6 +139,18 @@ def parse_blocks(text: str) -> tuple[int, int]:
     if not (colon and start.strip().isdecimal() and end.strip().isdecimal()) or int(start) >= int(end):
         raise typer.BadParameter(f"{text!r} is not a span of blocks such as 0:10", param_hint="--blocks")
     return int(start), int(end)
+
+
+def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
+    """`NAME=FOLDER`s as `{NAME: FOLDER}`."""
+    adapters: dict[str, str] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder) or name in adapters:
+            what = "names an adapter a second time" if name in adapters else "is no adapter such as poems=./poems-lora"
+            raise typer.BadParameter(f"{text!r} {what}", param_hint="--adapter")
+        adapters[name] = folder
+    return adapters
 
 
 @contextlib.contextmanager
@@ -171,6 +191,7 @@ def _facts(server: Server) -> dict[str, Any]:
         "peer_id": str(server.dht.peer_id) if server.dht else "",
         "addresses": list(server.addresses),
         "cache_tokens": service.admission.pages * service.admission.page_size,
+        "adapters": {name: adapter.nbytes for name, adapter in service.span.adapters.items()},
     }
 
 
@@ -182,6 +203,8 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         print(json.dumps(facts), flush=True)
     else:
         start, end = server.blocks
+        for name, nbytes in facts["adapters"].items():
+            typer.echo(f"Adapter {name}: {nbytes / (1 << 20):.1f} MiB for these blocks.")
         typer.echo(
             f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
             f"{facts['cache_tokens']:,} tokens. Ctrl-C or `lilliput drain {os.getpid()}` stops it. "

@@ -169,6 +169,9 @@ def _show_model(console: Console, held: HeldModel) -> None:
         )
     if held.servers:
         console.print(table)
+    for adapter in sorted({name for server in held.servers for name in server.adapters}):
+        spans = sorted({(s.start, s.end) for s in held.servers if adapter in s.adapters})
+        console.print(f"adapter {adapter}: blocks {', '.join(f'{start}:{end}' for start, end in spans)}")
 
 
 def _coverage_bar(held: HeldModel, width: int) -> Text:

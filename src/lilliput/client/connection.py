@@ -18,7 +18,7 @@ import torch
 from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
 from lilliput.client.route import Hop, find_chain, missing_blocks, usable
-from lilliput.errors import LilliputError, MissingBlocks, ModelError, RequestError, Unreachable
+from lilliput.errors import LilliputError, MissingAdapter, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
 from lilliput.swarm.node import Node
@@ -145,17 +145,21 @@ class Connection:
         end: int,
         *,
         fingerprint: str = "",
+        adapter: str = "",
         banned: Collection[str] = frozenset(),
         use: Use = SESSION,
         pushes: bool = False,
     ) -> list[Hop]:
         """A chain of servers for blocks `[start, end)`; `use` and `pushes` as of `find_chain`.
 
-        Raises `MissingBlocks`, or `ModelError` for a mix-up.
+        :param adapter: only servers that announce it; empty: any
+
+        Raises `MissingBlocks` (`MissingAdapter`), or `ModelError` for a mix-up.
         """
 
         async def cheapest(records: list[ServerRecord], banned: set[str]) -> list[Hop]:
             measured = self._round_trips.known if self._round_trips is not None else {}
+            records = [record for record in records if not adapter or adapter in record.adapters]
             known = [record for record in records if usable(record, banned) and record.peer_id in measured]
             # who has joined lately is worth waiting for where nobody else would do
             within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
@@ -174,6 +178,13 @@ class Connection:
                 return await cheapest(records, passed_over)
             except MissingBlocks as e:
                 missing = e
+        if adapter and not missing_blocks([record for record in records if usable(record, banned)], start, end):
+            spans = ", ".join(f"{a}:{b}" for a, b in missing.blocks)
+            raise MissingAdapter(
+                f"no server that holds blocks {spans} of {model} has the adapter {adapter!r}; "
+                f"start them with --adapter {adapter}=FOLDER",
+                missing.blocks,
+            )
         raise MissingBlocks(_explain(missing, model, records), missing.blocks)
 
     def ban(self, peer_id: str) -> None:

@@ -39,4 +39,4 @@ def why_nobody(error: LilliputError, refusal: LilliputError | None, first: Lilli
         return error
     if refusal is not None and not isinstance(refusal, Unreachable):
         return refusal
-    return MissingBlocks(f"{error} ({first})", error.blocks)
+    return type(error)(f"{error} ({first})", error.blocks)

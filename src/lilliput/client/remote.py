@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
-from lilliput.client.route import Hop
+from lilliput.client.route import Hop, missing_blocks, usable
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -51,6 +51,16 @@ class RemoteModel:
         parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
         return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
 
+    async def adapters(self) -> list[str]:
+        """The adapters that servers of all blocks have."""
+        records = [record for record in await self.connection.records(self.name) if usable(record)]
+        names = {name for record in records for name in record.adapters}
+
+        def lacking(name: str) -> list[tuple[int, int]]:
+            return missing_blocks([record for record in records if name in record.adapters], 0, self.blocks)
+
+        return sorted(name for name in names if not lacking(name))
+
     async def chain(
         self,
         start: int,
@@ -62,5 +72,12 @@ class RemoteModel:
     ) -> list[Hop]:
         """A chain of servers for blocks `[start, end)`; parameters as of `route.find_chain`. Raises `MissingBlocks`."""
         return await self.connection.chain(
-            self.name, start, end, fingerprint=self.fingerprint, banned=banned, use=use, pushes=pushes
+            self.name,
+            start,
+            end,
+            fingerprint=self.fingerprint,
+            adapter=self.adapter,
+            banned=banned,
+            use=use,
+            pushes=pushes,
         )

@@ -49,7 +49,9 @@ class Repair:
             patience = replace(patience, queue=0.0, recovery=0.0)
         self.failures += 1
         given_up = chain.closed or connection.closed
-        if given_up or not error.retry_elsewhere or self.failures > patience.attempts:
+        # every server may have forgotten us, each for itself
+        attempts = patience.attempts + (len(chain.legs) if isinstance(error, SessionExpired) else 0)
+        if given_up or not error.retry_elsewhere or self.failures > attempts:
             raise error
         begun, length = time.monotonic(), gone[0].answered
         failed: dict[str, float] = {}

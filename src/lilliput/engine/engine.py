@@ -95,12 +95,23 @@ class Engine:
         max_length: int,
         bid: float = 0.0,
         owner: bytes = b"",
+        adapter: str = "",
         prefix: list[list[bytes]] | None = None,
     ) -> Future[CacheSession]:
         """A session for blocks `[start, end)`, its length already that of the prefix found in kept pages."""
 
         def make() -> CacheSession:
-            session = CacheSession(self.pool, start, end, rows=rows, max_length=max_length, bid=bid, owner=owner)
+            session = CacheSession(
+                self.pool,
+                start,
+                end,
+                rows=rows,
+                max_length=max_length,
+                bid=bid,
+                owner=owner,
+                adapter=adapter,
+                window=self.span.window(start, end),
+            )
             if prefix:
                 self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)
             self._sessions[session] = StepQueue()

@@ -62,6 +62,7 @@ def pack(slices: Sequence[Slice], page_size: int, dtype: torch.dtype) -> tuple[t
         decode=[_decode_group(group, page_size) for group in _groups(single, page_size)],
         chunks=[_chunk(s, page_size) for s in several],
         prompts=prompts,
+        adapters=_adapters(ordered),
     )
     return torch.cat(hidden).to(dtype), batch, ordered
 
@@ -102,6 +103,19 @@ def _decode_places(single: Sequence[Slice], page_size: int) -> tuple[list[torch.
         ids = s.step.position_ids
         positions.extend(ids[:, s.step.offset].tolist() if ids is not None else [length] * s.step.rows)
     return [torch.tensor(positions)], [torch.tensor(slots)]
+
+
+def _adapters(ordered: Sequence[Slice]) -> list[tuple[str, torch.Tensor | None]]:
+    """Which tokens use which adapter; see `PackedBatch`."""
+    names = {s.session.adapter for s in ordered}
+    if len(names) == 1:
+        return [(name, None) for name in names if name]
+    places: dict[str, list[int]] = {}
+    offset = 0
+    for s in ordered:
+        places.setdefault(s.session.adapter, []).extend(range(offset, offset + s.count))
+        offset += s.count
+    return [(name, torch.tensor(where)) for name, where in places.items() if name]
 
 
 def _pages_of(session: CacheSession, length: int, page_size: int) -> torch.Tensor:

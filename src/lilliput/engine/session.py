@@ -14,16 +14,21 @@ from dataclasses import dataclass, field
 import torch
 
 from lilliput.engine.pages import PagePool
-from lilliput.errors import BadRequest, LilliputError, TooLong
+from lilliput.errors import BadRequest, LilliputError, SessionExpired, TooLong
 
 _REMEMBERED_IDS = 64
 #: page keys arrive for this many tokens each (wire.prefix.GRAIN; the engine knows no network, so it is named twice)
 GRAIN = 16
+#: where only a window of tokens is looked at, so many before it are kept, too, in case that some are rolled back
+KEPT_BEFORE_WINDOW = 64
 
 
 @dataclass
 class Row:
-    """One sequence: its pages, and the keys of its grains as far as they are known without a gap."""
+    """One sequence: its pages, and the keys of its grains as far as they are known without a gap.
+
+    The first `CacheSession.left` entries of `pages` stand for pages that were given back: nobody looks at them.
+    """
 
     pages: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -82,6 +87,9 @@ class CacheSession:
     :param rows: at most so many rows
     :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
     :param owner: who may find this session's pages again by their keys
+    :param adapter: that its tokens use; empty: none
+    :param window: how many tokens its blocks look back, if none of them looks at all
+    :ivar left: pages at the beginning of every row that were given back
     """
 
     def __init__(
@@ -94,14 +102,17 @@ class CacheSession:
         max_length: int,
         bid: float = 0.0,
         owner: bytes = b"",
+        adapter: str = "",
+        window: int | None = None,
     ) -> None:
-        self._pool = pool
-        # a page holds what one part of the span computed, and is found again by its owner only
-        self._scope = f"{start}:{end}:".encode() + owner
+        self._pool, self._window = pool, window
+        # a page holds what one part of the span computed with one adapter, and is found again by its owner only
+        self._scope = f"{start}:{end}:{adapter}:".encode() + owner  # no adapter's name has a colon
+        self.adapter = adapter
         self.start, self.end = start, end
         self.max_rows, self.max_length, self.bid = rows, max_length, bid
         self.rows: list[Row] = []
-        self.length = 0
+        self.length = self.left = 0
         self.closed = False
         #: number of the last reordering that was done
         self.reordered = 0
@@ -131,6 +142,7 @@ class CacheSession:
         self.length = shared * self._pool.page_size
         if not self.length:
             self.rows = []
+        self._leave_behind()
         return self.length
 
     def begin(self, step: Step, hidden_size: int, dtype: torch.dtype) -> None:
@@ -164,6 +176,7 @@ class CacheSession:
                 if len(row.keys) == before and len(keys) == self.length // GRAIN - before:
                     row.keys.extend(keys)
                     self._publish(row)
+        self._leave_behind()
 
     def abandon(self, step: Step) -> list[int]:
         """The step failed while computing: forget its tokens. The session stays usable.
@@ -185,10 +198,10 @@ class CacheSession:
     def close(self) -> None:
         """Give all pages back. May be called twice."""
         for row in self.rows:
-            for page in row.pages:
+            for page in row.pages[self.left :]:
                 self._pool.leave(page)
         self.rows, self.copies, self.fresh, self.last_step = [], [], [], None
-        self.length, self.closed = 0, True
+        self.length, self.left, self.closed = 0, 0, True
 
     def _check(self, step: Step, hidden_size: int) -> None:
         hidden = step.hidden
@@ -203,6 +216,11 @@ class CacheSession:
         start = self.length if step.start_position is None else step.start_position
         if start > self.length:
             raise BadRequest(f"start_position {start} is beyond the {self.length} tokens in the cache")
+        if self._window is not None and self.left and 0 < start < self.left * self._pool.page_size + self._window:
+            raise SessionExpired(
+                f"what lies before token {start} was given back: these blocks look at {self._window} tokens; "
+                f"send all tokens again"
+            )
         current = len(self.rows)
         if step.parents is not None:
             if not current:
@@ -245,10 +263,10 @@ class CacheSession:
     def _reorder(self, parents: Sequence[int]) -> None:
         rows = [Row(list(self.rows[parent].pages), list(self.rows[parent].keys)) for parent in parents]
         for row in rows:
-            for page in row.pages:
+            for page in row.pages[self.left :]:
                 self._pool.share(page)
         for row in self.rows:
-            for page in row.pages:
+            for page in row.pages[self.left :]:
                 self._pool.leave(page)
         self.rows = rows
 
@@ -256,11 +274,24 @@ class CacheSession:
         size = self._pool.page_size
         keep = -(-position // size)
         for row in self.rows:
-            for page in row.pages[keep:]:
+            for page in row.pages[max(keep, self.left) :]:
                 self._pool.leave(page)
             del row.pages[keep:]
             del row.keys[position // GRAIN :]
-        self.length = position
+        self.length, self.left = position, min(keep, self.left)
+
+    def _leave_behind(self) -> None:
+        """Give back the pages that none of these blocks will look at."""
+        if self._window is None:
+            return
+        left = max(self.left, (self.length - self._window - KEPT_BEFORE_WINDOW) // self._pool.page_size)
+        if left == self.left:
+            return
+        for row in self.rows:
+            for page in row.pages[self.left : left]:
+                self._pool.leave(page)
+            row.pages[:left] = row.pages[left : left + 1] * left  # a page of its own, whose tokens are masked there
+        self.left = left
 
     def _grow(self, length: int) -> None:
         """Pages for every row up to `length`, none of those to be written shared with anyone."""
@@ -282,6 +313,8 @@ class CacheSession:
     def _publish(self, row: Row) -> None:
         grains = self._pool.page_size // GRAIN
         for number, page in enumerate(row.pages):
+            if number < self.left:
+                continue
             last = (number + 1) * grains - 1
             if last >= len(row.keys):
                 break

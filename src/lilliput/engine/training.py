@@ -22,6 +22,7 @@ class Pass:
 
     :ivar hidden: [rows, tokens, hidden]; `mask`, `position_ids`, `prompts` as in `Span.dense`
     :ivar grad: of the outputs, like `hidden`
+    :ivar adapter: that its tokens use; empty: none
     :ivar done: called once, from the engine's thread, with the outputs (or gradients of the inputs), or an error
     :ivar given_up: nobody waits for it any more: `done` need not be called
     """
@@ -33,6 +34,7 @@ class Pass:
     mask: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
+    adapter: str = ""
     done: Callable[[torch.Tensor | LilliputError], None] = field(default=lambda result: None)
     given_up: bool = False
 
@@ -88,7 +90,7 @@ def _through(job: Pass, span: Span, part: slice, block: int, hidden: torch.Tenso
         None if job.prompts is None else job.prompts[block - job.start : block - job.start + 1, part].to(span.dtype)
     )
     positions = None if job.position_ids is None else job.position_ids[part].long()
-    return span.dense(hidden, block, block + 1, mask=mask, position_ids=positions, prompts=prompts)
+    return span.dense(hidden, block, block + 1, mask=mask, position_ids=positions, prompts=prompts, adapter=job.adapter)
 
 
 def _forward(job: Pass, span: Span, part: slice) -> Generator[None, None, torch.Tensor]:

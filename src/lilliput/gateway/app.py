@@ -63,16 +63,21 @@ def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
 
 def _add_api(app: FastAPI, service: Service) -> None:
     model = service.model
-    described = {"id": model.name, "object": "model", "created": model.created, "owned_by": "lilliput"}
+
+    def described(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": model.created, "owned_by": "lilliput"}
 
     @app.get("/v1/models", responses=_ERRORS)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described]}
+        adapted = [f"{model.name}:{adapter}" for adapter in await model.remote.adapters()]
+        return {"object": "list", "data": [described(name) for name in (model.name, *adapted)]}
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def one_model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return described
+        called = service.called(name)
+        if called is not model:
+            await called.max_length()  # raises if the swarm has no such adapter
+        return described(called.name)
 
     @app.post("/v1/chat/completions", responses={200: _EVENTS, **_ERRORS})
     async def chat(request: ChatRequest) -> Response:

@@ -7,7 +7,16 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lilliput.errors import Busy, CacheFull, LilliputError, MissingBlocks, ModelError, RequestError, SwarmError
+from lilliput.errors import (
+    Busy,
+    CacheFull,
+    LilliputError,
+    MissingAdapter,
+    MissingBlocks,
+    ModelError,
+    RequestError,
+    SwarmError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +63,13 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, RequestError | ModelError):
         return Problem(str(error), code="invalid_request")
+    if isinstance(error, MissingAdapter):
+        return Problem(
+            "The swarm has no such adapter for all of this model's blocks.",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
     if isinstance(error, MissingBlocks):
         return _later("The swarm cannot serve this model now: some of its blocks have no server.", "missing_blocks")
     if isinstance(error, Busy | CacheFull):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lilliput.client.async_session import AsyncInferenceSession
@@ -22,6 +24,7 @@ class ServedModel:
     :param model: from `AutoDistributedModelForCausalLM.from_pretrained`, for the gateway alone
     :param tokenizer: Hugging Face's
     :param aliases: other names under which requests may name it
+    :ivar remote: its blocks in the swarm, with an adapter or without
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, *, aliases: Sequence[str] = ()) -> None:
@@ -29,6 +32,7 @@ class ServedModel:
         self.created = int(time.time())
         self.tokenizer = tokenizer
         self.decoder = Decoder(model)
+        self.remote = self.decoder.remote
         self.vocabulary = Vocabulary(tokenizer)
         self.size = int(model.config.get_text_config().vocab_size)
         config = model.generation_config
@@ -48,16 +52,26 @@ class ServedModel:
     def close(self) -> None:
         self.decoder.close()
 
+    def called(self, name: str) -> ServedModel | None:
+        """What a request means by `NAME` or `NAME:ADAPTER`: this model, or this one with an adapter. None: neither."""
+        if name in self.names:
+            return self
+        known, _, adapter = name.rpartition(":")
+        if known not in self.names or not adapter:
+            return None
+        adapted = copy.copy(self)
+        adapted.name, adapted.remote = f"{self.name}:{adapter}", replace(self.remote, adapter=adapter)
+        return adapted
+
     async def max_length(self) -> int:
         """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`."""
-        remote = self.decoder.remote
-        chain = await remote.chain(0, remote.blocks)
+        chain = await self.remote.chain(0, self.remote.blocks)
         return min([self._made_for, *(hop.record.max_length for hop in chain if hop.record.max_length)])
 
     def session(self, prompt_tokens: int, answer_tokens: int, *, sure: bool) -> AsyncInferenceSession:
         """A new session. If `sure`, servers promise the whole answer's cache at once; else it may run out later."""
         promised = answer_tokens if sure else min(answer_tokens, _FIRST_PROMISE)
-        return AsyncInferenceSession(self.decoder.remote, max_length=prompt_tokens + promised, extend=not sure)
+        return AsyncInferenceSession(self.remote, max_length=prompt_tokens + promised, extend=not sure)
 
     # ---- from texts to tokens; these take time, call them in a thread
 

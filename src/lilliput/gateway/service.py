@@ -62,12 +62,12 @@ class Service:
 
     async def completion(self, request: CompletionRequest) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
-        self.check_model(request.model)
+        model = self.called(request.model)
         if request.best_of not in (None, request.n):
             raise Problem("best_of has to equal n: answers are not ranked here.", param="best_of")
         if request.echo and request.logprobs is not None:
             raise Problem("echo cannot be had with logprobs: prompts are not scored here.", param="logprobs")
-        limit = await self.model.max_length()
+        limit = await model.max_length()
         prompts = [await self._prompt(prompt, limit) for prompt in request.prompts]
         if len(prompts) * request.n > _MOST_ANSWERS:
             raise Problem(f"A request may ask for {_MOST_ANSWERS} answers, all prompts together.", param="n")
@@ -80,19 +80,19 @@ class Service:
             orders.append(Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True))
         openings = [self._text_of(p) if request.echo else "" for p in request.prompts for _ in range(request.n)]
         reply = TextReply(
-            self.model.name,
+            model.name,
             self.model.vocabulary,
             likelihoods=request.logprobs is not None,
             openings=openings,
         )
-        return self._job(request, reply, orders, None)
+        return self._job(request, model, reply, orders, None)
 
     async def chat(self, request: ChatRequest) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
-        self.check_model(request.model)
+        model = self.called(request.model)
         tools = tool_calls.wanted(request, self.model)
         sampling = self._sampling(request)
-        limit = await self.model.max_length()
+        limit = await model.max_length()
         messages = [_for_template(message) for message in request.messages]
         described = [tool.model_dump(exclude_unset=True) for tool in tools] or None
         prompt = await asyncio.to_thread(self.model.encode_chat, messages, described, limit=limit)
@@ -112,24 +112,29 @@ class Service:
             keep_special=bool(tools) and tool_calls.OPEN in self.model.tokenizer.all_special_tokens,
         )
         reply = ChatReply(
-            self.model.name,
+            model.name,
             self.model.vocabulary,
             likelihoods=request.logprobs,
             answers=request.n,
             tools=[tool.function.name for tool in tools],
         )
-        return self._job(request, reply, [order], grammar)
+        return self._job(request, model, reply, [order], grammar)
 
-    def check_model(self, name: str) -> None:
-        if name not in self.model.names:
+    def called(self, name: str) -> ServedModel:
+        """The model of that name, perhaps with an adapter. Raises `Problem`."""
+        model = self.model.called(name)
+        if model is None:
             raise Problem(
                 f"The model {name!r} does not exist here. This server has {self.model.name!r}.",
                 status=404,
                 param="model",
                 code="model_not_found",
             )
+        return model
 
-    def _job(self, request: Request, reply: Reply, orders: Sequence[Order], grammar: Grammar | None) -> Job:
+    def _job(
+        self, request: Request, model: ServedModel, reply: Reply, orders: Sequence[Order], grammar: Grammar | None
+    ) -> Job:
         choices = []
         for order in orders:
             begun = asyncio.Event()
@@ -137,7 +142,7 @@ class Service:
                 seed = order.sampling.seed
                 choices.append(
                     Choice(
-                        self.model,
+                        model,
                         replace(
                             order,
                             sampling=replace(order.sampling, seed=None if seed is None else seed + number),

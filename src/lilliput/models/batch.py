@@ -63,6 +63,8 @@ class PackedBatch:
     decode: list[DecodeGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     prompts: list[Prompts] = field(default_factory=list)
+    #: names of adapters, each with the places of its tokens, int64; None: all of them use it
+    adapters: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)
     _memo: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def write_index(self, heads: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from lilliput.models import attention, masks
 from lilliput.models.attention import AttentionShape, KeyBias
 from lilliput.models.batch import PackedBatch
+from lilliput.models.lora import Deltas
 from lilliput.models.masks import MaskFunction
 
 #: the name under which transformers finds `attend`
@@ -56,6 +57,7 @@ class Call:
     masks: list[MaskFunction | None] = field(default_factory=list)
     attended: torch.Tensor | None = None
     trials: dict[int, Trial] | None = None
+    deltas: Deltas | None = None
 
 
 # Not a keyword argument of the model's call: some families drop those on the way.
@@ -152,6 +154,16 @@ class SpanBlock(nn.Module):
         if call.trials is not None and call.attended is not None:
             call.trials[self.index] = Trial(hidden, kwargs.get("position_embeddings"), call.attended, result)
         return out
+
+
+def listen(layer: nn.Module, block: int, path: str) -> None:
+    """Let a linear layer of a block add what the adapters of each call want."""
+
+    def add(_: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        deltas = _current.get().deltas
+        return out if deltas is None else deltas.add(block, path, args[0], out)
+
+    layer.register_forward_hook(add)
 
 
 def packed_prompt(batch: PackedBatch, block: int, like: torch.Tensor) -> torch.Tensor:

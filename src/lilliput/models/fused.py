@@ -21,6 +21,7 @@ from lilliput.models import attention
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import PackedBatch
 from lilliput.models.linear import PackedLinear
+from lilliput.models.lora import Deltas
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -51,9 +52,9 @@ def rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
 class FusedBlock:
     """One block. Keeps its own copies of the weights; the family's module may be dropped afterwards."""
 
-    def __init__(self, block: nn.Module, shape: AttentionShape) -> None:
+    def __init__(self, block: nn.Module, shape: AttentionShape, index: int) -> None:
         attn, mlp = _part(block, "self_attn"), _part(block, "mlp")
-        self.shape = shape
+        self.shape, self.index = shape, index
         self.norm_in = RMSNorm(_part(block, "input_layernorm"))
         self.norm_mlp = RMSNorm(_part(block, "post_attention_layernorm"))
         self.qkv = PackedLinear.joined(*(_linear(attn, name) for name in ("q_proj", "k_proj", "v_proj")))
@@ -69,13 +70,19 @@ class FusedBlock:
         self.norm_k = RMSNorm(attn.k_norm) if hasattr(attn, "k_norm") else None
 
     def paged(
-        self, hidden: torch.Tensor, tables: Rotary, pool: torch.Tensor, batch: PackedBatch, prompt: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        tables: Rotary,
+        pool: torch.Tensor,
+        batch: PackedBatch,
+        prompt: torch.Tensor | None,
+        deltas: Deltas | None = None,
     ) -> torch.Tensor:
         """Packed tokens with a paged cache: [tokens, hidden] -> [tokens, hidden]. Not differentiable."""
         if prompt is not None:
             hidden = hidden + prompt
         tokens, shape = hidden.shape[0], self.shape
-        heads = self.qkv(self.norm_in(hidden)).view(tokens, -1, shape.key_dim)
+        heads = self._heads(self.norm_in(hidden), deltas).view(tokens, -1, shape.key_dim)
         turning = heads[:, : shape.heads + shape.kv_heads]
         if self.norm_q is None:
             cos, sin = tables
@@ -85,21 +92,21 @@ class FusedBlock:
             turning.copy_(rotate(self._norm_heads(turning), tables))
         attention.write_joined(pool, batch, heads[:, shape.heads :])
         attended = attention.paged(heads[:, : shape.heads], pool, batch, shape)
-        hidden = self.out.plus(attended.reshape(tokens, -1), hidden)
-        normed = self.norm_mlp(hidden)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden)
+        return self._after(attended.reshape(tokens, -1), hidden, deltas)
 
-    def dense(self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None) -> torch.Tensor:
+    def dense(
+        self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None, deltas: Deltas | None = None
+    ) -> torch.Tensor:
         """Rows without a cache, differentiable: [rows, tokens, hidden] -> the same shape."""
-        hidden = self.out.plus(self.attend(hidden, tables, mask), hidden)
-        normed = self.norm_mlp(hidden)
-        return self.down.plus(self.up.times(normed, self.gate.silu(normed)), hidden)
+        return self._after(self.attend(hidden, tables, mask, deltas), hidden, deltas)
 
-    def attend(self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None) -> torch.Tensor:
+    def attend(
+        self, hidden: torch.Tensor, tables: Rotary, mask: torch.Tensor | None, deltas: Deltas | None = None
+    ) -> torch.Tensor:
         """The attention of `dense`, before its output projection: [rows, tokens, heads * value_dim]."""
         rows, tokens, _ = hidden.shape
         shape = self.shape
-        heads = self.qkv(self.norm_in(hidden)).view(rows, tokens, -1, shape.key_dim)
+        heads = self._heads(self.norm_in(hidden), deltas).view(rows, tokens, -1, shape.key_dim)
         turning = heads[:, :, : shape.heads + shape.kv_heads]
         if self.norm_q is not None:
             turning = self._norm_heads(turning)
@@ -107,6 +114,28 @@ class FusedBlock:
         query, key = turning.transpose(1, 2).split([shape.heads, shape.kv_heads], dim=1)
         value = heads[:, :, shape.heads + shape.kv_heads :].transpose(1, 2)
         return attention.dense(query, key, value, mask, shape).reshape(rows, tokens, -1)
+
+    def _heads(self, normed: torch.Tensor, deltas: Deltas | None) -> torch.Tensor:
+        """Queries, keys and values, side by side."""
+        heads = self.qkv(normed)
+        if deltas is not None:
+            first = 0
+            for name, count in (("q", self.shape.heads), ("k", self.shape.kv_heads), ("v", self.shape.kv_heads)):
+                heads = deltas.add(self.index, f"self_attn.{name}_proj", normed, heads, first)
+                first += count * self.shape.key_dim
+        return heads
+
+    def _after(self, attended: torch.Tensor, hidden: torch.Tensor, deltas: Deltas | None) -> torch.Tensor:
+        """What follows attention: its projection, the MLP, and both residuals."""
+        after = self.out.plus(attended, hidden)
+        if deltas is None:
+            normed = self.norm_mlp(after)
+            return self.down.plus(self.up.times(normed, self.gate.silu(normed)), after)
+        after = deltas.add(self.index, "self_attn.o_proj", attended, after)
+        normed = self.norm_mlp(after)
+        gate = F.silu(deltas.add(self.index, "mlp.gate_proj", normed, self.gate(normed)))
+        inner = deltas.add(self.index, "mlp.up_proj", normed, self.up(normed)) * gate
+        return deltas.add(self.index, "mlp.down_proj", inner, self.down.plus(inner, after))
 
     def _norm_heads(self, turning: torch.Tensor) -> torch.Tensor:
         query, key = turning.split([self.shape.heads, self.shape.kv_heads], dim=-2)
@@ -124,7 +153,7 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-def try_fuse(block: nn.Module, shape: AttentionShape, activation: str) -> FusedBlock | None:
+def try_fuse(block: nn.Module, shape: AttentionShape, activation: str, index: int) -> FusedBlock | None:
     """The block as a `FusedBlock`, or None if it has other parts. Whether it computes the same, the caller must try."""
     try:
         if not shape.plain or shape.key_dim != shape.value_dim or activation not in ("silu", "swish"):
@@ -140,7 +169,7 @@ def try_fuse(block: nn.Module, shape: AttentionShape, activation: str) -> FusedB
             }
             if others:
                 return None
-        return FusedBlock(block, shape)
+        return FusedBlock(block, shape, index)
     except NotLlamaShaped:
         return None
 

@@ -6,21 +6,26 @@ rows without caches, differentiable, for training and scoring. Either runs any p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from lilliput.errors import UnsupportedModel
+from lilliput.errors import MissingAdapter, ModelError, UnsupportedModel
 from lilliput.models import attention
+from lilliput.models.adapters import read_adapter
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import Chunk, PackedBatch
-from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, packed_prompt
+from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, listen, packed_prompt
 from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
 from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
+from lilliput.models.lora import Adapter, Deltas, deltas_of
 from lilliput.models.sources import ModelFiles
 
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
@@ -37,6 +42,7 @@ class Span:
 
     :ivar shapes: what each block asks of its attention, by block number
     :ivar fused: whether the blocks run as `FusedBlock`s or as the family's own modules
+    :ivar adapters: those that were added, by name
     """
 
     def __init__(self, model: PreTrainedModel, start: int, end: int, *, fuse: bool = True) -> None:
@@ -46,6 +52,10 @@ class Span:
         self.config = self._base.config
         self.hidden_size: int = self.config.hidden_size
         blocks = blocks_of(model)
+        self._list_name = next(name for name, child in self._base.named_children() if child is blocks)
+        self._layers = {index: dict(_linear_layers(blocks[index])) for index in range(start, end)}
+        self._listening: set[tuple[int, str]] = set()
+        self.adapters: dict[str, Adapter] = {}
         adapt(self._base, list(blocks)[start:end])
         for index in range(start, end):
             blocks[index] = SpanBlock(blocks[index], index)
@@ -63,6 +73,34 @@ class Span:
     def fused(self) -> bool:
         return self._fused is not None
 
+    def add_adapter(self, name: str, folder: str | Path) -> None:
+        """Read a LoRA adapter in PEFT's format, for these blocks only. Raises `ModelError`."""
+        if name in self.adapters:
+            raise ModelError(f"two adapters are called {name}")
+        blocks: Any = blocks_of(self._base)
+        adapter = read_adapter(name, folder, self._layers, blocks=len(blocks), lists=self._list_name, dtype=self.dtype)
+        self.adapters[name] = adapter
+        if self._fused is not None:
+            return
+        for place in {(index, path) for index, paths in adapter.layers.items() for path in paths} - self._listening:
+            index, path = place
+            listen(blocks[index].block.get_submodule(path), index, path)
+            self._listening.add(place)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise `MissingAdapter` unless it was added, or none is named."""
+        if name and name not in self.adapters:
+            known = f"it has {', '.join(sorted(self.adapters))}" if self.adapters else "it has none"
+            raise MissingAdapter(f"this server has no adapter {name!r}; {known}")
+
+    def _deltas(self, batch: PackedBatch) -> Deltas | None:
+        return deltas_of((self.adapters[name], places) for name, places in batch.adapters)
+
+    def window(self, start: int, end: int) -> int | None:
+        """How many tokens blocks `[start, end)` look back at most, the token itself among them; None: at all."""
+        windows = [self.shapes[index].window for index in range(start, end)]
+        return None if None in windows else max(window for window in windows if window is not None)
+
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of attention cache for one token of one row through the whole span."""
@@ -75,13 +113,14 @@ class Span:
     @torch.inference_mode()
     def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
         """Packed tokens through blocks `[start, end)`: [tokens, hidden] -> [tokens, hidden]."""
+        deltas = self._deltas(batch)
         if self._fused is None:
-            call = Call(start, end, batch=batch, pools=pools)
+            call = Call(start, end, batch=batch, pools=pools, deltas=deltas)
             return self._through_family(hidden[None], batch.position_ids[None], call)[0]
         tables = self._tables(hidden[None], batch.position_ids[None], packed=True)
         for index in range(start, end):
             prompt = packed_prompt(batch, index - start, hidden) if batch.prompts else None
-            hidden = self._fused[index].paged(hidden, tables, pools[index], batch, prompt)
+            hidden = self._fused[index].paged(hidden, tables, pools[index], batch, prompt, deltas)
         return hidden
 
     def dense(
@@ -93,6 +132,7 @@ class Span:
         mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         prompts: torch.Tensor | None = None,
+        adapter: str = "",
     ) -> torch.Tensor:
         """Whole rows through blocks `[start, end)` without a cache, differentiable in `hidden` and `prompts`.
 
@@ -100,16 +140,19 @@ class Span:
         :param mask: bool [rows or 1, tokens, tokens], True = attend; default causal
         :param position_ids: int64 [rows, tokens]; default 0, 1, 2, ...
         :param prompts: [blocks, rows or 1, tokens, hidden], added to the inputs of each block
+        :param adapter: the name of one that was added
         """
+        deltas = deltas_of([(self.adapters[adapter], None)] if adapter else [])
         if position_ids is None:
             position_ids = torch.arange(hidden.shape[1])[None].expand(hidden.shape[0], -1)
         if self._fused is None:
-            return self._through_family(hidden, position_ids, Call(start, end, mask=mask, prompts=prompts))
+            call = Call(start, end, mask=mask, prompts=prompts, deltas=deltas)
+            return self._through_family(hidden, position_ids, call)
         tables = self._tables(hidden, position_ids)
         for index in range(start, end):
             if prompts is not None:
                 hidden = hidden + prompts[index - start]
-            hidden = self._fused[index].dense(hidden, tables, mask)
+            hidden = self._fused[index].dense(hidden, tables, mask, deltas)
         return hidden
 
     def _through_family(self, hidden: torch.Tensor, position_ids: torch.Tensor, call: Call) -> torch.Tensor:
@@ -176,11 +219,21 @@ class Span:
         assert call.trials is not None
         for index, trial in call.trials.items():
             wrapped: Any = blocks[index]
-            block = try_fuse(wrapped.block, self.shapes[index], activation)
+            block = try_fuse(wrapped.block, self.shapes[index], activation, index)
             if block is None or not _agrees(block, trial, _TRIAL_TOLERANCE.get(self.dtype, 1e-2)):
                 return None
             fused[index] = block
         return fused
+
+
+def _linear_layers(block: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The paths of a block's linear layers, whatever keeps their weights, with how many in- and outputs they have."""
+    for path, module in block.named_modules():
+        sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if isinstance(module, Conv1D):  # GPT-2's, a linear layer with its weight transposed
+            sizes = module.nx, module.nf
+        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
+            yield path, (sizes[0], sizes[1])
 
 
 def _agrees(block: FusedBlock, trial: Trial, tolerance: float) -> bool:

@@ -61,11 +61,16 @@ class Admission:
     def waiting(self) -> int:
         return len(self._queue)
 
-    def pages_for(self, rows: int, max_length: int) -> int:
-        """Pages that a session may come to hold. Raises `TooLong` or `CacheFull` if it can never be served here."""
+    def pages_for(self, rows: int, max_length: int, kept: int | None = None) -> int:
+        """Pages that a session may come to hold. Raises `TooLong` or `CacheFull` if it can never be served here.
+
+        :param kept: tokens per row that it holds at most, however long it becomes: where all blocks have windows
+        """
         if max_length > self.max_length:
             raise TooLong(f"max_length {max_length} is past this server's limit of {self.max_length} tokens per row")
         pages = rows * -(-max_length // self.page_size)
+        if kept is not None:  # which may begin and end inside a page
+            pages = min(pages, rows * (-(-kept // self.page_size) + 1))
         if pages > self.pages:
             raise CacheFull(
                 f"{rows} rows of {max_length} tokens need {pages * self.page_size} tokens of cache; "

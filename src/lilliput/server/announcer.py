@@ -88,6 +88,7 @@ class Announcer:
             prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
             step_ms=rates.decode_round_seconds * 1e3 or None,
             followers=self._followers.nearest,
+            adapters=tuple(service.span.adapters),
             version=lilliput.__version__,
             started_at=self.started_at,
             addresses=tuple(self.addresses),

@@ -139,8 +139,7 @@ async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str
     body, tensors = received.body, received.tensors
     assert isinstance(body, pb.Forward | pb.Backward)
     service.check_blocks(body.model, body.start, body.end)
-    if body.adapter:
-        raise BadRequest(f"this server has no adapter {body.adapter!r}")
+    service.span.check_adapter(body.adapter)
     codec = check_codec(body.codec)
     needed = {"hidden", "grad"} if received.kind == "backward" else {"hidden"}
     if missing := needed - set(tensors):
@@ -155,5 +154,6 @@ async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str
         mask=tensors.get("mask"),
         position_ids=tensors.get("position_ids"),
         prompts=tensors.get("prompts"),
+        adapter=body.adapter,
     )
     return await service.run_pass(job), codec

@@ -11,6 +11,7 @@ import torch
 from lilliput.engine.engine import Engine
 from lilliput.engine.probe import measure
 from lilliput.errors import ModelError
+from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
 from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
@@ -24,6 +25,8 @@ _PAGE_SIZE = 32
 #: by default the cache may take this share of the memory that is free when the blocks are loaded
 _CACHE_SHARE = 0.25
 _MOST_CACHE_TOKENS = 1 << 18
+#: where all blocks have windows, longer steps than those would take more of the cache than the windows do
+_SLIDING_STEP = 1024
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,23 @@ def load(
     if not 0 <= start < end <= count:
         raise ModelError(f"{files.name} has blocks 0:{count}; {start}:{end} is no part of them")
     files.fetch(blocks, lambda stage, done, total: progress(stage))
+    for name, folder in options.adapters.items():
+        check_adapter(name, folder)  # before the blocks are read, which takes longer
     if options.threads:
         torch.set_num_threads(options.threads)
     keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
     span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
+    for name, folder in options.adapters.items():
+        progress(f"reading the adapter {name}")
+        span.add_adapter(name, folder)
     cache_tokens = options.cache_tokens or _default_cache_tokens(span)
     pages = max(1, cache_tokens // _PAGE_SIZE)
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
-    max_length = options.max_length or min(made_for, pages * _PAGE_SIZE)
+    # where all blocks have windows, a session may be longer than the cache
+    window = span.window(start, end)
+    longest = pages * _PAGE_SIZE if window is None else made_for
+    max_length = min(options.max_length or made_for, longest)
     engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
     engine.start()
     progress("measuring")
@@ -69,11 +80,11 @@ def load(
         admission=Admission(
             pages=pages,
             page_size=_PAGE_SIZE,
-            max_length=min(max_length, pages * _PAGE_SIZE),
+            max_length=max_length,
             max_queue=options.max_queue,
             max_sessions_per_peer=options.max_sessions_per_peer,
         ),
-        max_step_tokens=options.max_step_tokens,
+        max_step_tokens=min(options.max_step_tokens, max(window, _SLIDING_STEP)) if window else options.max_step_tokens,
         first_step_seconds=options.first_step_seconds,
         idle_seconds=options.idle_seconds,
         share_prefixes=options.share_prefixes,

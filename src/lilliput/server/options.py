@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lilliput.swarm.directory import LEASE_SECONDS
 from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
@@ -20,6 +21,7 @@ class ServerOptions:
     :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
     :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
+    :ivar adapters: LoRA adapters in PEFT's format: their folders by the names under which clients ask for them
     :ivar drain_seconds: how long `drain` lets running sessions move to other servers
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
@@ -37,3 +39,4 @@ class ServerOptions:
     share_prefixes: bool = False
     lease_seconds: float = LEASE_SECONDS
     drain_seconds: float = DRAIN_SECONDS
+    adapters: Mapping[str, str] = field(default_factory=dict)

@@ -73,13 +73,12 @@ class ServedSession:
             raise BadRequest("max_length must be at least 1 token")
         if body.bid != body.bid:
             raise BadRequest("the bid is not a number")
-        if body.adapter:
-            raise BadRequest(f"this server has no adapter {body.adapter!r}")
+        service.span.check_adapter(body.adapter)
         self._prefix = _split_keys(body.prefix, body.rows)
         if body.push_key and (len(body.push_key) != PUSH_KEY_BYTES or body.push_key in service.pushed_sessions):
             raise BadRequest(f"a push key is {PUSH_KEY_BYTES} random bytes of this session alone")
         self._codec = check_codec(body.codec)
-        self._pages = service.admission.pages_for(body.rows, body.max_length)
+        self._pages = service.pages_for(body.start, body.end, body.rows, body.max_length)
         self._service, self._stream, self._number, self._body = service, stream, number, body
         self._ticket: Ticket | None = None
         self._session: CacheSession | None = None
@@ -127,6 +126,7 @@ class ServedSession:
             max_length=body.max_length,
             bid=body.bid,
             owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
+            adapter=body.adapter,
             prefix=self._prefix or None,
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
@@ -248,7 +248,7 @@ class ServedSession:
     def _extend(self, session: CacheSession, max_length: int) -> None:
         service, ticket = self._service, self._ticket
         assert ticket is not None
-        pages = service.admission.pages_for(session.max_rows, max_length)
+        pages = service.pages_for(session.start, session.end, session.max_rows, max_length)
         if not service.admission.extend(ticket, pages):
             raise CacheFull(
                 f"there is no room now to extend the session from {session.max_length} to {max_length} tokens per row"
@@ -260,7 +260,9 @@ class ServedSession:
         self._heard = self._stream.loop.time()
         if self._ended:
             return
-        if isinstance(result, LilliputError):
+        if isinstance(result, SessionExpired):  # its cache is not what the client needs any more
+            self.end(result)
+        elif isinstance(result, LilliputError):
             self._post(error_message(result, step_id=arrived.body.step_id))
         elif arrived.body.route:
             self._push(arrived, result)

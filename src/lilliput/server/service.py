@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lilliput.engine.engine import Engine
+from lilliput.engine.session import KEPT_BEFORE_WINDOW
 from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, Busy, Draining, LilliputError, WrongBlocks
 from lilliput.models.span import Span
@@ -60,6 +61,12 @@ class Service:
             raise WrongBlocks(
                 f"this server holds blocks {self.span.start}:{self.span.end} of {self.model}, not {start}:{end}"
             )
+
+    def pages_for(self, start: int, end: int, rows: int, max_length: int) -> int:
+        """Pages that a session over blocks `[start, end)` may come to hold. Raises what `Admission.pages_for` does."""
+        window = self.span.window(start, end)
+        kept = None if window is None else window + KEPT_BEFORE_WINDOW + -(-self.max_step_tokens // rows)
+        return self.admission.pages_for(rows, max_length, kept)
 
     def expected_wait(self, queue_length: int) -> float:
         """Seconds until a session can start behind `queue_length` others."""

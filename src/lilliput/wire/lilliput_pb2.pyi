@@ -17,6 +17,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPIRED: _ClassVar[ErrorCode]
     DRAINING: _ClassVar[ErrorCode]
     UNAUTHORIZED: _ClassVar[ErrorCode]
+    NO_ADAPTER: _ClassVar[ErrorCode]
 INTERNAL: ErrorCode
 BAD_REQUEST: ErrorCode
 WRONG_BLOCKS: ErrorCode
@@ -26,6 +27,7 @@ CACHE_FULL: ErrorCode
 EXPIRED: ErrorCode
 DRAINING: ErrorCode
 UNAUTHORIZED: ErrorCode
+NO_ADAPTER: ErrorCode
 
 class Tensor(_message.Message):
     __slots__ = ("name", "dtype", "shape", "codec", "nbytes")
