@@ -25,7 +25,6 @@ from lilliput.models.sources import ModelFiles
 _loading = threading.Lock()
 
 
-
 @contextlib.contextmanager
 def building() -> Iterator[None]:
     """In the block, this thread alone makes models, and transformers is quiet."""

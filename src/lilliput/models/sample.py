@@ -1,4 +1,4 @@
-"""One block of a model with made-up weights: to measure with, before any of the model's own are read."""
+"""A model as its config.json describes it, before any of its weights are read: its sizes, and a block to measure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import copy
 import torch
 from transformers import AutoModel
 
+from lilliput.errors import ModelError
 from lilliput.models.call import ATTENTION
+from lilliput.models.facts import ModelFacts, describe
 from lilliput.models.families import family_of
 from lilliput.models.holes import building, keep_span, read_config
 from lilliput.models.sources import ModelFiles
@@ -15,6 +17,19 @@ from lilliput.models.span import Span
 
 #: every weight; zeros would be read from one and the same page of memory
 _WEIGHT = 0.01
+
+
+def facts_of(files: ModelFiles) -> ModelFacts:
+    """A model's sizes. Raises `ModelError`."""
+    config = read_config(files)
+    family_of(config)
+    try:
+        with building(), torch.device("meta"):
+            model = AutoModel.from_config(config)
+    except (ValueError, KeyError, ImportError, AttributeError) as e:
+        raise ModelError(f"transformers cannot build {files.name}: {e}") from e
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    return describe(files.name, config.to_dict(), shapes)
 
 
 def sample_span(files: ModelFiles, *, dtype: torch.dtype) -> Span:

@@ -14,6 +14,7 @@ from lilliput.server.followers import Followers
 from lilliput.server.service import Service
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
+from lilliput.swarm.placement import Span
 from lilliput.swarm.records import ServerRecord
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class Announcer:
 
     :param model_blocks: of the whole model
     :param lease_seconds: how long an announcement counts; it is made anew at a third of it
+    :param throughput: tokens per second through the span when several streams come together, as measured
+    :ivar moving_to: the span for which the server leaves its own; sessions should not begin here any more
     :param uid_prefix: also declare the blocks as hivemind's experts `PREFIX.N`; empty: do not
     """
 
@@ -36,6 +39,8 @@ class Announcer:
     addresses: Sequence[str]
     lease_seconds: float
     uid_prefix: str = ""
+    throughput: float | None = None
+    moving_to: Span | None = None
     started_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -77,7 +82,7 @@ class Announcer:
             model_blocks=self.model_blocks,
             start=service.span.start,
             end=service.span.end,
-            state="draining" if service.draining else "serving",
+            state="draining" if service.draining or self.moving_to else "serving",
             dtype=self.dtype,
             max_length=admission.max_length,
             cache_tokens=admission.pages * admission.page_size,
@@ -87,6 +92,8 @@ class Announcer:
             tokens_per_second=rates.session_tokens_per_second or None,
             prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
             step_ms=rates.decode_round_seconds * 1e3 or None,
+            throughput=self.throughput,
+            moving_to=self.moving_to,
             followers=self._followers.nearest,
             version=lilliput.__version__,
             started_at=self.started_at,

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from lilliput.errors import LilliputError
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import (
@@ -113,7 +112,7 @@ class Mover:
                 await asyncio.sleep(jittered(SECOND_LOOK_SECONDS, random.random()))
                 elsewhere = await self._better(span)
                 await tell(elsewhere)
-            except LilliputError as e:  # the network may come back
+            except Exception as e:  # the network may come back
                 logger.info("could not see whether to move: %s", e)
                 continue
             if elsewhere is not None:

@@ -1,9 +1,9 @@
 """Which blocks a server should hold: pure functions of what servers announce.
 
-Every block has a *need*, which falls with each server that holds it and with their rates. A server's *gain* from a span is
-how much need it takes away there. Joining servers take the span with the largest gain. Servers that serve compare what
-they take away where they are with what they would take away elsewhere; since every move lowers the sum of all needs by a
-clear share, moves come to an end, however many servers decide for themselves.
+Every block has a *need*, which falls with each server that holds it and with their rates. A server's *gain* from a span
+is how much need it takes away there. Joining servers take the span with the largest gain. Servers that serve compare
+what they take away where they are with what they would take away elsewhere; since every move lowers the sum of all
+needs by a clear share, moves come to an end, however many servers decide for themselves.
 
 Others are counted where they are going to be: a server that joins, where it loads; one that moves, where it moves to.
 """
