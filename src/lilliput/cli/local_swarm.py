@@ -128,7 +128,8 @@ class LocalServer:
 
 
 class LocalSwarm:
-    """Starts servers for `spans` of a model (None: those it chooses), waits until all serve, ends them with the `with` block.
+    """Starts servers for `spans` of a model (None: the server chooses), waits until all serve, ends them with the
+    `with` block.
 
     The servers end when this process does, however that happens: they watch the pipe to it.
 

@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, route, serve, status
+from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, route, serve, simulate, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -93,6 +93,7 @@ for _command in (
     drain.drain,
     fetch.fetch,
     bench.bench,
+    simulate.simulate,
 ):
     app.command()(guarded(_command))
 

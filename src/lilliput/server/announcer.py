@@ -27,7 +27,7 @@ class Announcer:
     :param model_blocks: of the whole model
     :param lease_seconds: how long an announcement counts; it is made anew at a third of it
     :param throughput: tokens per second through the span when several streams come together, as measured
-    :ivar moving_to: the span for which the server leaves its own; sessions should not begin here any more
+    :ivar moving_to: the span for which the server wants to leave its own
     :param uid_prefix: also declare the blocks as hivemind's experts `PREFIX.N`; empty: do not
     """
 
@@ -82,7 +82,7 @@ class Announcer:
             model_blocks=self.model_blocks,
             start=service.span.start,
             end=service.span.end,
-            state="draining" if service.draining or self.moving_to else "serving",
+            state="draining" if service.draining else "serving",
             dtype=self.dtype,
             max_length=admission.max_length,
             cache_tokens=admission.pages * admission.page_size,

@@ -37,6 +37,7 @@ class Mover:
     :param alone: there is no swarm yet, so nobody else is to be waited for
     :param look_seconds: about so often it looks whether to move; 0: never
     :param lease_seconds: how long an announcement counts
+    :ivar urgent: some block was served by nobody when it looked last; sessions that need it wait
     :ivar block_rate: the server's tokens a second through one block; None if it has not been measured
     """
 
@@ -54,16 +55,12 @@ class Mover:
         self._length = record.end - record.start
         self._look_seconds, self._lease_seconds = look_seconds, lease_seconds
         self._stays_until = 0.0
-        self.block_rate = block_rate
+        self.block_rate, self.urgent = block_rate, False
 
-    async def choose(self, span: Span | None = None) -> Span:
-        """The span in which the server helps most. It says so, and looks again whether others had the same thought.
-
-        :param span: begin with this one
-        """
-        if span is None:
-            coverage, rate = await self._others()
-            span = best_span(coverage, self._length, rate)
+    async def choose(self) -> Span:
+        """The span in which the server helps most. It says so, and looks again whether others had the same thought."""
+        coverage, rate = await self._others()
+        span = best_span(coverage, self._length, rate)
         for _ in range(0 if self._alone else _SECOND_LOOKS):
             await directory.announce(self._node, self._joining(span), self._lease_seconds)
             await asyncio.sleep(jittered(SECOND_LOOK_SECONDS, random.random()))
@@ -97,7 +94,7 @@ class Mover:
     async def watch(self, span: Span, tell: Callable[[Span | None], Awaitable[None]]) -> Span:
         """Return when the server should leave `span`, and for which.
 
-        :param tell: announces that the server moves there; None: that it stays after all
+        :param tell: announces that the server wants to move there; None: that it stays after all
         """
         while True:
             await asyncio.sleep(jittered(self._look_seconds, random.random()))
@@ -126,6 +123,7 @@ class Mover:
 
     async def _better(self, span: Span) -> Span | None:
         coverage, rate = await self._others()
+        self.urgent = bool((coverage.serving == 0).any())
         return better_span(coverage, span, rate)
 
     async def _others(self) -> tuple[Coverage, float]:

@@ -36,7 +36,7 @@ from lilliput.swarm.placement import Span
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.02
-#: sessions have so long to move before a server goes to other blocks; nothing is urgent then (seconds)
+#: sessions have so long to move before a server goes to blocks that others hold, too (seconds)
 _MOVE_SECONDS = 60.0
 _NONE: Span = (0, 0)
 #: sessions have so long to hear that the server leaves (seconds)
@@ -235,7 +235,8 @@ class Server(hivemind.moe.Server):
             failed = announcing.done()
             announcing.cancel()
             if not (stopped.done() or failed):
-                await self._drain(announcer, stopped, self.options.drain_seconds if drained.done() else _MOVE_SECONDS)
+                patient = not drained.done() and self._mover is not None and not self._mover.urgent
+                await self._drain(announcer, stopped, _MOVE_SECONDS if patient else self.options.drain_seconds)
             self._ready.clear()
             leaves = stopped.done() or drained.done() or failed
             await self._farewell(announcer, leaves=leaves)
@@ -269,10 +270,11 @@ class Server(hivemind.moe.Server):
                 look_seconds=self.options.rebalance_seconds,
                 lease_seconds=self.options.lease_seconds,
             )
-        start, end = self.blocks = await self._mover.choose(self.blocks if self.blocks != _NONE else None)
+        if self.blocks == _NONE:
+            self.blocks = await self._mover.choose()
         async with self._mover.claiming(self.blocks):
             loaded = await in_thread(read)
-        self._mover.block_rate = loaded.throughput * (end - start)
+        self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
         return loaded
 
     async def _begin(self, node: Node, loaded: Loaded) -> None:

@@ -49,7 +49,7 @@ class Coverage:
 
     :ivar rates: [blocks] tokens a second, summed over the servers that hold the block
     :ivar holders: [blocks] how many servers these are
-    :ivar serving: [blocks] how many servers serve the block now
+    :ivar serving: [blocks] how many servers serve the block now and do not want to leave it
     :ivar edges: [blocks + 1] how many servers' spans begin or end there
     """
 
@@ -74,7 +74,7 @@ class Coverage:
 
     def add(self, record: ServerRecord, unknown_block_rate: float = _UNKNOWN_RATE, *, sign: int = 1) -> None:
         """Count a server, or with `sign` -1 no longer: the same record that was added."""
-        if record.state == "serving":
+        if record.state == "serving" and record.moving_to is None:
             self.serving[record.start : record.end] += sign
         span = destination(record)
         if span is not None:
@@ -111,7 +111,8 @@ class Coverage:
 
 def destination(record: ServerRecord) -> Span | None:
     """The span that a server holds or is going to hold; None if it leaves."""
-    return record.moving_to if record.state == "draining" else (record.start, record.end)
+    leaves = record.state == "draining"
+    return record.moving_to or (None if leaves else (record.start, record.end))
 
 
 def block_rate(record: ServerRecord) -> float | None:

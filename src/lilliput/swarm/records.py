@@ -59,7 +59,7 @@ class ServerRecord(BaseModel):
     #: tokens per second through the whole span when several streams come together, as measured before the first one
     #: came: what placement weighs, since it does not change with what the server has to do
     throughput: Rate | None = None
-    #: where a server that is draining moves to: blocks `[start, end)`; None if it leaves
+    #: where the server wants to move, or moves if it is draining: blocks `[start, end)`
     moving_to: tuple[Block, Block] | None = None
     #: the nearest servers that could follow this one in a chain: peer ids, and milliseconds to them and back
     followers: Annotated[tuple[tuple[Name, Rate], ...], Field(max_length=MOST_FOLLOWERS)] = ()

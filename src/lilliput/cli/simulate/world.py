@@ -215,9 +215,14 @@ class World:
             if looks and elsewhere is not None:
                 self._aim(server, elsewhere, looks - 1)
             else:
-                self._in(_LOAD_SECONDS_A_BLOCK * server.length, self._serve, server)
+                self._load(server, span)
 
         self._in(jittered(SECOND_LOOK_SECONDS, self._random.random()), look_again, of=server)
+
+    def _load(self, server: _Server, span: Span) -> None:
+        server.span = span
+        self._announce(server, "joining")
+        self._in(_LOAD_SECONDS_A_BLOCK * server.length, self._serve, server)
 
     def _serve(self, server: _Server) -> None:
         if not server.gone:
@@ -237,8 +242,7 @@ class World:
         if span is None:
             self._in(wait, self._look, server)
             return
-        self._set_serving(server, False)
-        self._announce(server, "draining", span)
+        self._announce(server, "serving", span)
 
         def look_again() -> None:
             with self._others(server) as others:
@@ -246,10 +250,11 @@ class World:
             if span is None:
                 self._serve(server)
                 return
+            self._set_serving(server, False)
             server.stays_until = self._now + LOOKS_TO_STAY * wait
             self._result.moves += 1
             self._announce(server, "draining", span)
-            self._in(_DRAIN_SECONDS, self._aim, server, span, 1, of=server)
+            self._in(_DRAIN_SECONDS, self._load, server, span, of=server)
 
         self._in(jittered(SECOND_LOOK_SECONDS, self._random.random()), look_again, of=server)
 
