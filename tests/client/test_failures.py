@@ -74,7 +74,7 @@ def test_missing_blocks_are_named_at_once_or_after_the_wait(tiny_llama: Path, wh
             ):
                 pass
             assert error.value.blocks == ((2, 6),)
-            assert wait <= time.monotonic() - begin < wait + 4
+            assert wait <= time.monotonic() - begin < wait + 10
         late = threading.Timer(0.5, lambda: servers.append(Server(str(tiny_llama), (1, 6), dtype="float32")))
         late.start()
         late.join()
@@ -91,7 +91,7 @@ def test_nobody_there(tiny_llama: Path) -> None:
     begin, before = time.monotonic(), set(threading.enumerate())
     with pytest.raises(Unreachable, match="none of the initial peers"), connected(tiny_llama, [NOBODY]):
         pass
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 20
     assert not [t for t in set(threading.enumerate()) - before if t.name == "lilliput-client"]
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_inside_a_step_ends_it(tiny_llama: Path) -> None:
         begin = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             model.generate(torch.arange(5, 25)[None], max_new_tokens=5, **GREEDY)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 10
         engine.submit_all = submit
         assert model.generate(torch.arange(5, 25)[None], max_new_tokens=5, **GREEDY).shape == (1, 25)
 
@@ -211,7 +211,7 @@ class TestProcesses:
             begin = time.monotonic()
             with pytest.raises(MissingBlocks, match=r"3:6 of tiny-llama .*connection broke") as error:
                 session.step(states(1, 1))
-            assert time.monotonic() - begin < 5  # a second, where nothing else runs
+            assert time.monotonic() - begin < 7  # a second, where nothing else runs; silence alone would take eight
             assert error.value.blocks == ((3, 6),)
             with pytest.raises(MissingBlocks, match="3:6"):
                 session.step(states(1, 1))

@@ -108,7 +108,7 @@ def test_codecs(peer: Peer, whole: Whole, codec: str, tolerance: float) -> None:
 
 
 def test_training_and_generation_go_on_side_by_side(server: Server, peer: Peer, stranger: Peer) -> None:
-    """Ten steps are computed while one pass is under way, and the pass is computed while steps keep coming."""
+    """Steps are computed while one pass is under way, and the pass is computed while steps keep coming."""
     engine = service_of(server).engine
     finished: list[str] = []
     done = threading.Event()
@@ -129,7 +129,7 @@ def test_training_and_generation_go_on_side_by_side(server: Server, peer: Peer, 
         finished.append("step")
     assert finished.count("pass") == 1
     assert "error" not in finished
-    assert during >= 10
+    assert during >= 3  # about twelve, where nothing else runs; none, if a pass could not be interrupted
     assert engine.counters.steps - steps_before >= during
     session.bye()
 
