@@ -1,7 +1,8 @@
 """Several servers in one process: `many_servers.py MODEL COUNT`.
 
-Reads the addresses of a swarm to join from its first line of input, [] for none; writes the peer ids and addresses of its servers when
-all serve. For every further line it writes how many tokens each server has computed. Its servers leave when its input ends.
+It reads the addresses of a swarm to join from its first line of input ([]: it begins one), and writes its servers' peer
+ids and addresses when all serve. For every further line it writes how many tokens each server has computed. When its
+input ends, its servers leave.
 """
 
 from __future__ import annotations
