@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lilliput import Server
 
-_AT_ONCE = 4
+_AT_ONCE = 15
 
 
 def main(model: str, count: int) -> None:
