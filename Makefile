@@ -7,7 +7,7 @@ OLDER := build/transformers-4.56.2
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-older check style types imports format models bench proto clean
+.PHONY: help env demo test test-older check style types imports format models bench scale proto clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ models: $(READY) ## Prove the families of models and write docs/models.md
 
 bench: $(READY) ## Measure speed
 	@$(BIN)/lilliput bench $(ARGS)
+
+scale: $(READY) ## Start 60 servers of a tiny model, and have one client use them all
+	LILLIPUT_SCALE_SERVERS=$${LILLIPUT_SCALE_SERVERS:-60} $(BIN)/python -m pytest tests/client/test_scale.py -s $(ARGS)
 
 # Old generated code works with every newer protobuf runtime, new code not with an older one: hence the pinned old compiler.
 proto: $(READY) ## Generate the wire's Python code again from lilliput.proto

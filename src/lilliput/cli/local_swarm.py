@@ -44,9 +44,9 @@ class LocalServer:
     """
 
     def __init__(
-        self, process: Process, blocks: tuple[int, int], began: float, changed: Callable[[LocalServer], None]
+        self, process: Process, blocks: tuple[int, int] | None, began: float, changed: Callable[[LocalServer], None]
     ) -> None:
-        self.process, self.blocks = process, blocks
+        self.process, self._told_blocks = process, blocks
         self.stages: list[str] = []
         self.addresses: list[str] = []
         self.peer_id = ""
@@ -57,6 +57,11 @@ class LocalServer:
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._hear, self._pass_on)]
         for reader in self._readers:
             reader.start()
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Those it was told to hold, or those it chose first; none before."""
+        return self._told_blocks or (0, 0)
 
     @property
     def pid(self) -> int:
@@ -80,7 +85,8 @@ class LocalServer:
         self.kill()
         self._readers[1].join(1.0)
         reason = self._complaints[-1] if self._complaints else "it ended" if in_time else "it took too long"
-        raise LilliputError(f"the server for blocks {self.blocks[0]}:{self.blocks[1]} did not start: {reason}")
+        which = f"the server for blocks {self.blocks[0]}:{self.blocks[1]}" if self._told_blocks else "a server"
+        raise LilliputError(f"{which} did not start: {reason}")
 
     def let_go(self) -> None:
         """Tell it to leave; does not wait."""
@@ -105,6 +111,7 @@ class LocalServer:
             self.stages.append(stage)
         else:
             self.start_seconds = time.perf_counter() - self._began
+            self._told_blocks = tuple(facts["blocks"])
             self.peer_id, self.addresses = facts["peer_id"], facts["addresses"]
             self._decided.set()
         self._changed(self)
@@ -121,7 +128,8 @@ class LocalServer:
 
 
 class LocalSwarm:
-    """Starts servers for `spans` of a model, waits until all serve, ends them with the `with` block.
+    """Starts servers for `spans` of a model (None: the server chooses), waits until all serve, ends them with the
+    `with` block.
 
     The servers end when this process does, however that happens: they watch the pipe to it.
 
@@ -134,7 +142,7 @@ class LocalSwarm:
     def __init__(
         self,
         model: str,
-        spans: Sequence[tuple[int, int]],
+        spans: Sequence[tuple[int, int] | None],
         *,
         options: Sequence[str] = (),
         links: Sequence[Link] = (),
@@ -162,23 +170,24 @@ class LocalSwarm:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def add(self, blocks: tuple[int, int], options: Sequence[str] = ()) -> LocalServer:
+    def add(self, blocks: tuple[int, int] | None, options: Sequence[str] = ()) -> LocalServer:
         """Start one more server and wait until it serves."""
         return self.start([blocks], options)[0]
 
-    def start(self, spans: Sequence[tuple[int, int]], options: Sequence[str] = ()) -> list[LocalServer]:
+    def start(self, spans: Sequence[tuple[int, int] | None], options: Sequence[str] = ()) -> list[LocalServer]:
         """Start servers, all at the same time, and wait until all serve."""
         known = self.initial_peers
         started: list[LocalServer] = []
-        for start, end in spans:
-            arguments = ["serve", self.model, "--blocks", f"{start}:{end}", "--host", "127.0.0.1", "--supervised"]
+        for span in spans:
+            arguments = ["serve", self.model, "--host", "127.0.0.1", "--supervised"]
+            arguments += ["--blocks", f"{span[0]}:{span[1]}"] if span else []
             arguments += [*self.options, *options]
             if len(self.servers) < len(self.links):
                 link = self.links[len(self.servers)]
                 arguments += ["--port", str(link.target), "--announce", link.address]
             began = time.perf_counter()
             process = self.nursery.spawn(arguments) if self.nursery else _process(arguments)
-            started.append(LocalServer(process, (start, end), began, self.changed))
+            started.append(LocalServer(process, span, began, self.changed))
             self.servers.append(started[-1])
         if not known:  # the first begins a swarm; the others wait for it with their libraries loaded
             first, *started = started

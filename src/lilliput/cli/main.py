@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, plan, route, serve, status
+from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, plan, route, serve, simulate, status
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -94,6 +94,7 @@ for _command in (
     fetch.fetch,
     plan.plan,
     bench.bench,
+    simulate.simulate,
 ):
     app.command()(guarded(_command))
 

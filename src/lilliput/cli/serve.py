@@ -27,7 +27,20 @@ _POLL_SECONDS = 0.1
 
 def serve(
     model: Model,
-    blocks: Annotated[str, typer.Option(metavar="START:END", help="Which blocks, END excluded, as in 0:10.")],
+    blocks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="START:END",
+            help="Which blocks, END excluded, as in 0:10.",
+            show_default="where they help most, as many as fit",
+        ),
+    ] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, help="Without --blocks: how many.", show_default="as many as fit into memory")
+    ] = None,
+    rebalance_seconds: Annotated[
+        float, typer.Option(min=0, help="Without --blocks: look about this often whether to move; 0: never.")
+    ] = 120.0,
     initial_peers: InitialPeers = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
@@ -72,7 +85,9 @@ def serve(
     verbose: Verbose = 0,
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
-    span = parse_blocks(blocks)
+    span = parse_blocks(blocks) if blocks is not None else None
+    if span and num_blocks is not None:
+        raise typer.BadParameter("--blocks says how many blocks already", param_hint="--num-blocks")
     adapters = parse_adapters(adapter or ())
     process.prepare()
     supervisor = Supervisor() if supervised else None
@@ -108,6 +123,8 @@ def serve(
                 declare_uids=declare_uids,
                 adapters=adapters,
                 drain_seconds=drain_seconds,
+                num_blocks=num_blocks,
+                rebalance_seconds=rebalance_seconds,
                 progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
             )
             # from here on there is something to clear away, which a second signal must not interrupt
@@ -120,8 +137,12 @@ def serve(
                 pass
         if server.ready.is_set():
             _tell(server, supervisor, json_line)
-        while server.ready.is_set() and not signals:
+        told = server.blocks
+        while server.is_alive() and not signals:
             time.sleep(_POLL_SECONDS)
+            if server.blocks != told and server.ready.is_set() and not (supervisor or json_line):
+                told = server.blocks
+                typer.echo(f"Moved to blocks {told[0]}:{told[1]}, where this server helps more.")
         if signals and not (supervisor and supervisor.gone):  # else everybody leaves
             server.drain()
             while server.is_alive() and len(signals) == 1:  # the second time means: now

@@ -14,19 +14,33 @@ _DECODE_STEPS = 3
 #: rounds of so many rows, one token each, are tried with different numbers of threads
 _ROWS = (2, 8, 16)
 _TRIES = 4
+#: streams that come together
+_TOGETHER = 8
 
 
-def measure(engine: Engine) -> None:
-    """Run some tokens through the whole span: `engine.threads` learn, `engine.rates` tell, kernels are warm."""
+def measure(engine: Engine) -> float:
+    """Run some tokens through the whole span: `engine.threads` learn, `engine.rates` tell, kernels are warm.
+
+    Returns tokens per second through the whole span when several streams come together.
+    """
     room = engine.pool.count * engine.pool.page_size
     for rows in _ROWS:
         if rows * engine.pool.page_size <= room:
             _try_threads(engine, rows)
+    together = throughput(engine)
     length = min(_PREFIX_TOKENS, room - _DECODE_STEPS)
     engine.rates.forget()
     with _Session(engine, 1, length + _DECODE_STEPS) as session:
         for tokens in (length, *[1] * _DECODE_STEPS):
             session.step(tokens)
+    return together
+
+
+def throughput(engine: Engine) -> float:
+    """Tokens per second through the whole span when several streams come together."""
+    rows = min(_TOGETHER, engine.pool.count)
+    with _Session(engine, rows, engine.pool.page_size) as session:
+        return rows / min(session.step(1).compute_seconds for _ in range(_TRIES))
 
 
 def _try_threads(engine: Engine, rows: int) -> None:

@@ -25,6 +25,14 @@ from lilliput.models.sources import ModelFiles
 #: transformers replaces functions of its own while it makes a model: two threads at once would leave them replaced
 _loading = threading.Lock()
 
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """In the block, this thread alone makes models, and transformers is quiet."""
+    with _loading, _quiet_transformers():
+        yield
+
+
 Punch = Callable[[PreTrainedModel], None]
 
 

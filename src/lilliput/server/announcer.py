@@ -14,6 +14,7 @@ from lilliput.server.followers import Followers
 from lilliput.server.service import Service
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
+from lilliput.swarm.placement import Span
 from lilliput.swarm.records import ServerRecord
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ class Announcer:
 
     :param model_blocks: of the whole model
     :param lease_seconds: how long an announcement counts; it is made anew at a third of it
+    :param throughput: tokens per second through the span when several streams come together, as measured
+    :ivar moving_to: the span for which the server wants to leave its own
     :param uid_prefix: also declare the blocks as hivemind's experts `PREFIX.N`; empty: do not
     """
 
@@ -36,6 +39,8 @@ class Announcer:
     addresses: Sequence[str]
     lease_seconds: float
     uid_prefix: str = ""
+    throughput: float | None = None
+    moving_to: Span | None = None
     started_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
@@ -87,6 +92,8 @@ class Announcer:
             tokens_per_second=rates.session_tokens_per_second or None,
             prefill_tokens_per_second=rates.prefill_tokens_per_second or None,
             step_ms=rates.decode_round_seconds * 1e3 or None,
+            throughput=self.throughput,
+            moving_to=self.moving_to,
             followers=self._followers.nearest,
             adapters=tuple(service.span.adapters),
             version=lilliput.__version__,

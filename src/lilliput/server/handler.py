@@ -7,6 +7,7 @@ untouched, finds them. Unlike hivemind's, it lives on the server's event loop, i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import AsyncIterator  # noqa: UP035 (hivemind reads the annotations and knows only this one)
 
 import torch
@@ -35,9 +36,13 @@ _LOOK_SECONDS = 0.5
 class ConnectionHandler(ServicerBase):
     """Answers `RemoteExpert` for the blocks of one server. UIDs are `PREFIX.N`, N the block's number in the model."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._prefix = uid_prefix(service.model)
+    def __init__(self, model: str, service: Callable[[], Service]) -> None:
+        self._current = service
+        self._prefix = uid_prefix(model)
+
+    @property
+    def _service(self) -> Service:
+        return self._current()
 
     async def rpc_info(self, request: runtime_pb2.ExpertUID, context: P2PContext) -> runtime_pb2.ExpertInfo:
         self._block(request.uid)
@@ -109,14 +114,17 @@ class ConnectionHandler(ServicerBase):
             yield runtime_pb2.ExpertResponse(tensors=[part])
 
 
-async def serve_passes(service: Service, channel: Channel, kind: str) -> None:
-    """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends."""
+async def serve_passes(service: Callable[[], Service], channel: Channel, kind: str, idle_seconds: float) -> None:
+    """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends.
+
+    :param service: whose turn it is; raises why nobody's is
+    """
     try:
-        while (received := await channel.receive(within=service.idle_seconds)) is not None:
+        while (received := await channel.receive(within=idle_seconds)) is not None:
             try:
                 if received.kind != kind:
                     raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
-                computing = asyncio.ensure_future(_pass(service, received))
+                computing = asyncio.ensure_future(_pass(service(), received))
                 try:
                     while not (computing.done() or channel.gone):
                         await asyncio.wait({computing}, timeout=_LOOK_SECONDS)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +24,8 @@ from lilliput.server.admission import Admission
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 
+T = TypeVar("T")
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PAGE_SIZE = 32
 #: by default the cache may take this share of the memory that is free when the blocks are loaded
@@ -31,11 +37,15 @@ _SLIDING_STEP = 1024
 
 @dataclass(frozen=True)
 class Loaded:
-    """:ivar model_blocks: of the whole model"""
+    """
+    :ivar model_blocks: of the whole model
+    :ivar throughput: tokens per second through the span when several streams come together
+    """
 
     files: ModelFiles
     model_blocks: int
     service: Service
+    throughput: float
 
 
 def load(
@@ -43,6 +53,8 @@ def load(
 ) -> Loaded:
     """Read blocks `[start, end)` and start an engine for them, which is the caller's to stop. Raises `ModelError`."""
     start, end = blocks
+    gc.unfreeze()  # of a span that was held before
+    gc.collect()
     progress("finding the model")
     files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
     config = read_config(files)
@@ -70,7 +82,7 @@ def load(
     engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
     engine.start()
     progress("measuring")
-    measure(engine)
+    throughput = measure(engine)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections need not look at it
     service = Service(
@@ -89,7 +101,7 @@ def load(
         idle_seconds=options.idle_seconds,
         share_prefixes=options.share_prefixes,
     )
-    return Loaded(files, count, service)
+    return Loaded(files, count, service, throughput)
 
 
 def _default_cache_tokens(span: Span) -> int:
@@ -97,3 +109,29 @@ def _default_cache_tokens(span: Span) -> int:
 
     free = psutil.virtual_memory().available * _CACHE_SHARE
     return max(1024, min(_MOST_CACHE_TOKENS, int(free // max(1, span.cache_bytes_per_token))))
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run in a thread that does not keep the process alive (unlike an executor's), so Ctrl-C works while loading."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def resolve(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as e:
+            error = e
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(resolve, result, error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await future

@@ -10,6 +10,7 @@ from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
 
 #: by default: with all the rest, a server that is told to leave is gone within 5 s
 DRAIN_SECONDS = 3.0
+REBALANCE_SECONDS = 120.0
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class ServerOptions:
     :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
     :ivar adapters: LoRA adapters in PEFT's format: their folders by the names under which clients ask for them
+    :ivar num_blocks: how many blocks to hold, where it is not told which; by default as many as fit into memory
+    :ivar rebalance_seconds: a server that was not told its blocks looks about this often whether to move; 0: never
     :ivar drain_seconds: how long `drain` lets running sessions move to other servers
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
@@ -40,3 +43,5 @@ class ServerOptions:
     lease_seconds: float = LEASE_SECONDS
     drain_seconds: float = DRAIN_SECONDS
     adapters: Mapping[str, str] = field(default_factory=dict)
+    num_blocks: int | None = None
+    rebalance_seconds: float = REBALANCE_SECONDS

@@ -11,17 +11,20 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from hivemind.p2p import PeerID
 
 from lilliput.errors import BadRequest, LilliputError
-from lilliput.server.service import Service
 from lilliput.swarm.node import Node
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
 from lilliput.wire.limits import DEFAULT_LIMITS
 from lilliput.wire.protocol import PUSH
+
+if TYPE_CHECKING:
+    from lilliput.server.served_session import ServedSession
 
 logger = logging.getLogger(__name__)
 
@@ -138,10 +141,14 @@ class PushStream:
 
 
 class PushStreams:
-    """Those of one server, in both directions."""
+    """Those of one server, in both directions.
 
-    def __init__(self, node: Node, service: Service) -> None:
-        self._node, self._service = node, service
+    :ivar sessions: those that other servers may push to, by their keys
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.sessions: dict[bytes, ServedSession] = {}
         self._streams: dict[str, PushStream] = {}
 
     def to(self, peer: str) -> PushStream:
@@ -170,7 +177,7 @@ class PushStreams:
             taken = body.number
             if acknowledging is None:  # one word for all that arrived in this turn of the loop
                 acknowledging = loop.call_soon(acknowledge)
-            session = self._service.pushed_sessions.get(body.push_key)
+            session = self.sessions.get(body.push_key)
             if session is not None:  # or it has ended, as its client knows
                 session.take_push(body, received.tensors)
 

@@ -1,4 +1,4 @@
-"""`Server`: a process's span of blocks, on the network.
+"""`Server`: a process's span of blocks, on the network; one after the other, if it may choose them.
 
 It is a `hivemind.moe.Server` to those who run it (`run_in_background`, `ready`, `shutdown`) and to those who call it
 (`RemoteExpert`). What it replaces is the process model inside: RPCs run on one event loop in this process, the device
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,21 +23,22 @@ from hivemind.utils.multiaddr import Multiaddr
 from lilliput.errors import Draining, LilliputError, ModelError
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
-from lilliput.server.client_stream import ClientStream
-from lilliput.server.handler import ConnectionHandler, serve_passes
-from lilliput.server.loading import DTYPES, Loaded, load
+from lilliput.server.calls import Calls
+from lilliput.server.loading import DTYPES, Loaded, in_thread, load
+from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
-from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
+from lilliput.server.survey import survey
 from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.node import Node
-from lilliput.swarm.round_trips import answer_pings
-from lilliput.wire import protocol
-from lilliput.wire.channel import Channel
+from lilliput.swarm.placement import Span
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.02
+#: sessions have so long to move before a server goes to blocks that others hold, too (seconds)
+_MOVE_SECONDS = 60.0
+_NONE: Span = (0, 0)
 #: sessions have so long to hear that the server leaves (seconds)
 _FAREWELL_SECONDS = 1.0
 
@@ -61,7 +62,8 @@ class Server(hivemind.moe.Server):
     >>> server.shutdown()
 
     :param model: a model's name, folder, or hub id (see `models.sources.resolve`)
-    :param blocks: the first block and the one after the last
+    :param blocks: the first block and the one after the last; None: as many as fit into memory (or the option
+        `num_blocks`), where they help the swarm most, and others when those need it more
     :param initial_peers: addresses of servers to join; none starts a new swarm
     :param host_maddrs: where to listen; by default a random port on loopback
     :param announce_maddrs, identity_path, nat: see `swarm.node.Node.start`
@@ -71,7 +73,7 @@ class Server(hivemind.moe.Server):
     def __init__(
         self,
         model: str | ModelFiles,
-        blocks: tuple[int, int],
+        blocks: Span | None = None,
         *,
         initial_peers: Sequence[str] = (),
         host_maddrs: Sequence[str] | None = None,
@@ -86,7 +88,11 @@ class Server(hivemind.moe.Server):
         self.options = replace(options or ServerOptions(), **overrides)
         if self.options.dtype not in DTYPES:
             raise ModelError(f"unknown dtype {self.options.dtype!r}; known are {', '.join(DTYPES)}")
-        self.model, self.blocks = model, (int(blocks[0]), int(blocks[1]))
+        self.model = model
+        self.blocks: Span = _NONE if blocks is None else (int(blocks[0]), int(blocks[1]))
+        self._chooses = blocks is None
+        self._mover: Mover | None = None
+        self._calls: Calls | None = None
         self._node_options: dict[str, Any] = {
             "initial_peers": tuple(initial_peers),
             "host_maddrs": host_maddrs,
@@ -99,7 +105,6 @@ class Server(hivemind.moe.Server):
         #: set when the server is ready, or has failed
         self.decided = threading.Event()
         self._failure: BaseException | None = None
-        self._abandoned = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._draining: asyncio.Event | None = None
@@ -113,7 +118,7 @@ class Server(hivemind.moe.Server):
     # ---- hivemind.moe.Server's life cycle ----
 
     @classmethod
-    def create(cls, model: str, blocks: tuple[int, int], *, start: bool = True, **options: Any) -> Server:  # type: ignore[override]
+    def create(cls, model: str, blocks: Span | None = None, *, start: bool = True, **options: Any) -> Server:  # type: ignore[override]
         """A server, running already if `start`."""
         server = cls(model, blocks, **options)
         if start:
@@ -191,74 +196,125 @@ class Server(hivemind.moe.Server):
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(stopped.cancel)
             stack.callback(drained.cancel)
-            # the daemon starts while the blocks are read
             starting = asyncio.ensure_future(Node.start(**self._node_options))
-            loading = asyncio.ensure_future(_in_thread(self._load))
             stack.push_async_callback(_stop_node, starting)
-            stack.callback(self._abandon, loading)
-            first = asyncio.gather(starting, loading)
+            stack.push_async_callback(self._give_up_claim)
+            while await self._hold(starting, stopped, drained):
+                pass
+
+    async def _hold(
+        self, starting: asyncio.Future[Node], stopped: asyncio.Future[Any], drained: asyncio.Future[Any]
+    ) -> bool:
+        """Hold one span, from reading its blocks to the end of its sessions. Returns whether another one follows."""
+        async with contextlib.AsyncExitStack() as stack:
+            # the daemon starts while the blocks are read
+            abandoned = threading.Event()
+            loading = asyncio.ensure_future(self._load(starting, abandoned))
+            stack.callback(_abandon, loading, abandoned)
+            first = asyncio.gather(asyncio.shield(starting), loading)
             first.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may come too late
             waiting: set[asyncio.Future[Any]] = {first, stopped}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 first.cancel()
-                return
+                await asyncio.wait({loading}, timeout=_FAREWELL_SECONDS)
+                return False
             node, loaded = first.result()
-            self.service = service = loaded.service
-            await self._serve(node, loaded)
-            assert service.pushes is not None
-            stack.callback(service.pushes.close)
+            await self._begin(node, loaded)
             announcer = self._announcer(node, loaded)
             await announcer.announce()
             announcing = asyncio.ensure_future(announcer.go_on())
             stack.callback(announcing.cancel)
+            moving = asyncio.ensure_future(self._wish_to_move(announcer))
+            stack.callback(moving.cancel)
             self._ready.set()
             self.decided.set()
-            logger.info("serving blocks %d:%d of %s", *self.blocks, service.model)
-            waiting = {stopped, drained, announcing}
+            logger.info("serving blocks %d:%d of %s", *self.blocks, loaded.service.model)
+            waiting = {stopped, drained, announcing, moving}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             failed = announcing.done()
             announcing.cancel()
-            if drained.done() and not stopped.done():
-                await self._drain(announcer, stopped)
+            if not (stopped.done() or failed):
+                patient = not drained.done() and self._mover is not None and not self._mover.urgent
+                await self._drain(announcer, stopped, _MOVE_SECONDS if patient else self.options.drain_seconds)
             self._ready.clear()
-            await self._farewell(announcer)
+            leaves = stopped.done() or drained.done() or failed
+            await self._farewell(announcer, leaves=leaves)
             if failed:
                 announcing.result()
+            if not leaves:
+                self.blocks = moving.result()
+                self._end()
+            return not leaves
 
-    def _abandon(self, loading: asyncio.Future[Loaded]) -> None:
-        """Stop the engine, or have it stopped when it has been made after all."""
-        self._abandoned.set()
-        if loading.done() and not loading.cancelled() and loading.exception() is None:
-            loading.result().service.engine.stop()
+    async def _load(self, starting: asyncio.Future[Node], abandoned: threading.Event) -> Loaded:
+        """Read the blocks; first choose them, where nobody has."""
 
-    def _load(self) -> Loaded:
-        loaded = load(self.model, self.blocks, self.options, self._progress)
-        if self._abandoned.is_set():  # nobody waits for it any more
-            loaded.service.engine.stop()
+        def read() -> Loaded:
+            loaded = load(self.model, self.blocks, self.options, self._progress)
+            if abandoned.is_set():  # nobody waits for it any more
+                loaded.service.engine.stop()
+            return loaded
+
+        if not self._chooses:
+            return await in_thread(read)
+        if self._mover is None:
+            outlook = await in_thread(lambda: survey(self.model, self.options, self._progress))
+            node = await asyncio.shield(starting)
+            self._progress("choosing blocks")
+            self._mover = Mover(
+                node,
+                outlook.record(node, self.options, await node.addresses(), self._started_at),
+                block_rate=outlook.block_rate,
+                alone=not self._node_options["initial_peers"],
+                look_seconds=self.options.rebalance_seconds,
+                lease_seconds=self.options.lease_seconds,
+            )
+        if self.blocks == _NONE:
+            self.blocks = await self._mover.choose()
+        async with self._mover.claiming(self.blocks):
+            loaded = await in_thread(read)
+        self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
         return loaded
 
-    async def _serve(self, node: Node, loaded: Loaded) -> None:
-        service = loaded.service
-
-        async def session(channel: Channel, peer: PeerID) -> None:
-            await ClientStream(service, channel, str(peer)).run()
-
-        def passes(kind: str) -> Callable[[Channel, PeerID], Awaitable[None]]:
-            return lambda channel, peer: serve_passes(service, channel, kind)
-
-        service.pushes = PushStreams(node, service)
-        await node.serve(protocol.PUSH, service.pushes.serve)
-        await node.serve(protocol.FORWARD_INCREMENTAL, session)
-        await node.serve(protocol.FORWARD, passes("forward"))
-        await node.serve(protocol.BACKWARD, passes("backward"))
-        await node.serve(protocol.PING, answer_pings)
-        await ConnectionHandler(service).add_p2p_handlers(node.p2p)
+    async def _begin(self, node: Node, loaded: Loaded) -> None:
+        """Answer calls with what was loaded."""
+        if self._calls is None:
+            self._calls = Calls(node)
+        self.service = service = loaded.service
+        await self._calls.begin(service)
         self.addresses = tuple(await node.addresses())
         self.dht = _Peer(node.peer_id, self.addresses)
         self.module_backends = {
             f"{loaded.files.uid_prefix}.{block}": service.span.shapes[block] for block in range(*self.blocks)
         }
+
+    def _end(self) -> None:
+        """Let go of a span that is left for another, so that its memory is free."""
+        assert self._calls is not None
+        self._calls.end()
+        self.service, self.module_backends = None, {}
+
+    async def _wish_to_move(self, announcer: Announcer) -> Span:
+        """Return when another span needs this server more, and which. For most servers: never."""
+        if self._mover is None or not self.options.rebalance_seconds:
+            await asyncio.get_running_loop().create_future()
+        assert self._mover is not None
+
+        async def tell(span: Span | None) -> None:
+            announcer.moving_to = span
+            await announcer.announce()
+
+        return await self._mover.watch(self.blocks, tell)
+
+    async def _give_up_claim(self) -> None:
+        """Whoever has said that it comes, and does not, takes it back."""
+        if self._calls is not None:
+            self._calls.close()
+        if self._mover is not None:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(_FAREWELL_SECONDS):
+                    await self._mover.withdraw()
 
     def _announcer(self, node: Node, loaded: Loaded) -> Announcer:
         options = self.options
@@ -268,17 +324,17 @@ class Server(hivemind.moe.Server):
             fingerprint=loaded.files.fingerprint,
             model_blocks=loaded.model_blocks,
             dtype=options.dtype,
+            throughput=loaded.throughput,
             addresses=self.addresses,
             lease_seconds=options.lease_seconds,
             uid_prefix=loaded.files.uid_prefix if options.declare_uids else "",
             started_at=self._started_at,
         )
 
-    async def _drain(self, announcer: Announcer, stopped: asyncio.Future[Any]) -> None:
+    async def _drain(self, announcer: Announcer, stopped: asyncio.Future[Any], within: float) -> None:
         """Return when all sessions have moved, when they have had their time, or when told to stop."""
         service = announcer.service
         service.draining = True
-        within = self.options.drain_seconds
         announcing = asyncio.ensure_future(announcer.announce())
         for stream in list(service.streams):
             stream.tell_leaving(within)
@@ -290,17 +346,17 @@ class Server(hivemind.moe.Server):
         await asyncio.wait({announcing}, timeout=_FAREWELL_SECONDS)  # a late one would undo the farewell
         announcing.cancel()
 
-    async def _farewell(self, announcer: Announcer) -> None:
+    async def _farewell(self, announcer: Announcer, *, leaves: bool) -> None:
         service = announcer.service
         service.draining = True
-        withdrawing = asyncio.ensure_future(announcer.withdraw())
+        withdrawing = asyncio.ensure_future(announcer.withdraw() if leaves else asyncio.sleep(0))
         streams = list(service.streams)
         for stream in streams:
             stream.end(Draining("this server is leaving; open a session elsewhere"))
         told: set[asyncio.Future[Any]] = {withdrawing, *(stream.ended for stream in streams)}
         await asyncio.wait(told, timeout=_FAREWELL_SECONDS)
         withdrawing.cancel()
-        logger.info("leaving; since the start: %s", service.engine.counters)
+        logger.info("leaving these blocks; since the start: %s", service.engine.counters)
 
 
 async def _stop_node(starting: asyncio.Future[Node]) -> None:
@@ -310,27 +366,8 @@ async def _stop_node(starting: asyncio.Future[Node]) -> None:
         await (await starting).stop()
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Run in a thread that does not keep the process alive (unlike an executor's), so Ctrl-C works while loading."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def resolve(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except BaseException as e:
-            error = e
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(resolve, result, error)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return await future
+def _abandon(loading: asyncio.Future[Loaded], abandoned: threading.Event) -> None:
+    """Stop the engine, or have it stopped when it has been made after all."""
+    abandoned.set()
+    if loading.done() and not loading.cancelled() and loading.exception() is None:
+        loading.result().service.engine.stop()

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import logging
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,6 +42,8 @@ OPEN_SECONDS = 10.0
 #: a daemon that nobody connects to (we were killed while it started) ends by itself after this long
 _ORPHAN_SECONDS = 20.0
 _STOP_SECONDS = 3.0
+#: a fork takes milliseconds
+_FORK_AGAIN_SECONDS = 0.01, 0.1
 
 
 class _TolerantSerializer(MSGPackSerializer):
@@ -237,7 +240,7 @@ async def _start_daemon(options: dict[str, Any]) -> P2P:
 
 async def _create(options: dict[str, Any]) -> P2P:
     """`P2P.create`, which leaves its daemon running when cancelled. This does not."""
-    starting = asyncio.ensure_future(P2P.create(**options))
+    starting = asyncio.ensure_future(_create_in_turn(options))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -247,6 +250,17 @@ async def _create(options: dict[str, Any]) -> P2P:
         else:
             starting.cancel()
         raise
+
+
+async def _create_in_turn(options: dict[str, Any]) -> P2P:
+    """`P2P.create` beside those of other event loops in this process, only one of which uvloop lets fork at a time."""
+    while True:
+        try:
+            return await P2P.create(**options)
+        except RuntimeError as e:
+            if "Racing with another loop" not in str(e):
+                raise
+            await asyncio.sleep(random.uniform(*_FORK_AGAIN_SECONDS))
 
 
 def _nobody_answers(initial_peers: Sequence[str]) -> Unreachable:

@@ -56,6 +56,11 @@ class ServerRecord(BaseModel):
     prefill_tokens_per_second: Rate | None = None
     #: milliseconds that one step of one token takes through the whole span
     step_ms: Rate | None = None
+    #: tokens per second through the whole span when several streams come together, as measured before the first one
+    #: came: what placement weighs, since it does not change with what the server has to do
+    throughput: Rate | None = None
+    #: where the server wants to move, or moves if it is draining: blocks `[start, end)`
+    moving_to: tuple[Block, Block] | None = None
     #: the nearest servers that could follow this one in a chain: peer ids, and milliseconds to them and back
     followers: Annotated[tuple[tuple[Name, Rate], ...], Field(max_length=MOST_FOLLOWERS)] = ()
     adapters: tuple[Name, ...] = ()
@@ -68,6 +73,8 @@ class ServerRecord(BaseModel):
     def _span_makes_sense(self) -> ServerRecord:
         if self.start >= self.end:
             raise ValueError(f"an empty span: {self.start}:{self.end}")
+        if self.moving_to is not None and not self.moving_to[0] < self.moving_to[1]:
+            raise ValueError(f"an empty span to move to: {self.moving_to[0]}:{self.moving_to[1]}")
         if self.model_blocks and self.end > self.model_blocks:
             raise ValueError(f"the span {self.start}:{self.end} leaves the model's {self.model_blocks} blocks")
         return self

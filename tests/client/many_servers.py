@@ -1,0 +1,62 @@
+"""Several servers in one process: `many_servers.py MODEL COUNT`.
+
+It reads the addresses of a swarm to join from its first line of input ([]: it begins one), and writes its servers' peer
+ids and addresses when all serve. For every further line it writes how many tokens each server has computed. When its
+input ends, its servers leave.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from lilliput import Server
+
+_AT_ONCE = 15
+
+
+def main(model: str, count: int) -> None:
+    peers = json.loads(sys.stdin.readline())
+
+    def start(peers: list[str]) -> Server:
+        server = Server(
+            model,
+            initial_peers=peers,
+            num_blocks=2,
+            rebalance_seconds=0,
+            dtype="float32",
+            threads=1,
+            cache_tokens=1024,
+            lease_seconds=45,
+        )
+        server.run_in_background()
+        return server
+
+    servers = []
+    try:
+        if not peers:
+            servers.append(start([]))
+            peers = list(servers[0].addresses)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            servers += pool.map(lambda _: start(peers), range(count - len(servers)))
+        tell({str(server.dht.peer_id): list(server.addresses) for server in servers if server.dht})
+        for _ in sys.stdin:
+            tell(
+                {
+                    str(server.dht.peer_id): server.service.engine.counters.tokens
+                    for server in servers
+                    if server.dht and server.service
+                }
+            )
+    finally:
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(Server.shutdown, servers))
+
+
+def tell(facts: dict[str, object]) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

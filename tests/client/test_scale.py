@@ -1,0 +1,162 @@
+"""Many servers that chose their blocks themselves: one client finds them all, and its sessions use them all.
+
+`make test` does it with a few; `make scale` with 60.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lilliput import AutoDistributedModelForCausalLM
+from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.client.decoder import Decoder
+from lilliput.swarm.sockets import remove_stale_sockets
+
+SERVERS = int(os.environ.get("LILLIPUT_SCALE_SERVERS", "12"))
+#: in one process
+TOGETHER = 15
+PROMPT = list(range(5, 25))
+NEW = 6
+#: sessions that begin at once, and how often
+WAVE, WAVES = max(4, SERVERS // 3), 20
+
+
+class Many:
+    """A process with several servers."""
+
+    def __init__(self, model: Path, count: int) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("many_servers.py")), str(model), str(count)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, question: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        facts: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return facts
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+@contextlib.contextmanager
+def many(model: Path, count: int) -> Iterator[tuple[list[Many], dict[str, list[str]]]]:
+    """So many servers in processes; yields these, and the servers' addresses by their peer ids."""
+    groups = [Many(model, min(TOGETHER, count - begin)) for begin in range(0, count, TOGETHER)]
+    try:
+        groups[0].ask([])
+        servers: dict[str, list[str]] = groups[0].answer()
+        known = [addresses[0] for addresses in servers.values()][:3]
+        for group in groups[1:]:
+            group.ask(known)
+        for group in groups[1:]:
+            servers.update(group.answer())
+        yield groups, servers
+    finally:
+        for group in groups:
+            group.end()
+        for group in groups:
+            try:
+                group.process.wait(60)
+            except subprocess.TimeoutExpired:
+                group.process.kill()
+        remove_stale_sockets()
+
+
+@pytest.mark.timeout(150 + 10 * SERVERS)
+def test_all_are_found_and_all_are_used(tiny_llama: Path, whole: Any) -> None:
+    ids = torch.tensor([PROMPT])
+    expected = whole.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
+    begun = time.monotonic()
+    with many(tiny_llama, SERVERS) as (groups, servers):
+        started = time.monotonic() - begun
+        assert len(servers) == SERVERS
+        model = AutoDistributedModelForCausalLM.from_pretrained(
+            str(tiny_llama), initial_peers=[servers[peer][0] for peer in list(servers)[:3]], dtype="float32"
+        )
+        remote, decoder = model._remote_model, Decoder(model)
+        before = used(groups)
+        sessions: list[AsyncInferenceSession] = []
+
+        async def session() -> None:
+            sessions.append(opened := AsyncInferenceSession(remote, max_length=128))
+            tokens = [token async for token in decoder.stream(PROMPT, max_new_tokens=NEW, session=opened)]
+            assert tokens == expected[0, len(PROMPT) :].tolist()
+
+        async def wave() -> None:
+            """Sessions that begin together; those before them are still there."""
+            await asyncio.gather(*(session() for _ in range(WAVE)))
+
+        async def end() -> None:
+            await asyncio.gather(*(opened.close() for opened in sessions))
+            sessions.clear()
+
+        try:
+            asked = time.perf_counter()
+            records = model._shared.run(remote.connection.records(remote.name, fresh=True))
+            found = time.perf_counter() - asked
+            assert {record.peer_id for record in records} == set(servers)
+            held = [sum(record.start <= block < record.end for record in records) for block in range(6)]
+            assert min(held) >= SERVERS // 6  # a third of what there is on average
+            counts: dict[str, int] = {}
+            begun_sessions = 0
+            for _ in range(WAVES):
+                if 128 * (len(sessions) + WAVE) * 6 > 1024 * 2 * SERVERS * 0.7:
+                    decoder.run(end())
+                decoder.run(wave())
+                begun_sessions += WAVE
+                counts = {peer: count - before[peer] for peer, count in used(groups).items()}
+                if min(counts.values()) > 0:
+                    break
+                # what servers announce shows who is used
+                model._shared.run(remote.connection.records(remote.name, fresh=True))
+            print(
+                f"\n{SERVERS} servers in {len(groups)} processes served after {started:.0f} s, found in {found:.3f} s"
+            )
+            print(f"servers of each block: {held}")
+            fewest, most = min(counts.values()), max(counts.values())
+            print(f"{begun_sessions} sessions; tokens computed by a server: {fewest} to {most}")
+            print(memory(groups))
+            assert min(counts.values()) > 0
+            decoder.run(end())
+        finally:
+            decoder.close()
+            model.close()
+
+
+def used(groups: list[Many]) -> dict[str, int]:
+    """How many tokens each server has computed, by its peer id."""
+    counts: dict[str, int] = {}
+    for group in groups:
+        group.ask("")
+        counts.update(group.answer())
+    return counts
+
+
+def memory(groups: list[Many]) -> str:
+    processes = [psutil.Process(group.process.pid) for group in groups]
+    daemons = [child for process in processes for child in process.children(recursive=True)]
+    ours, theirs = ([p.memory_full_info().pss / 2**20 for p in some] for some in (processes, daemons))
+    files = [p.num_fds() for p in daemons]
+    return (
+        f"MiB, shared ones shared out: {sum(ours) / SERVERS:.0f} a server, {sum(theirs) / SERVERS:.0f} its daemon, "
+        f"{sum(ours) + sum(theirs):.0f} in all; open files of a daemon: {min(files)} to {max(files)}, "
+        f"of a process of servers: up to {max(p.num_fds() for p in processes)}"
+    )
