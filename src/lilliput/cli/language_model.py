@@ -57,6 +57,8 @@ class LanguageModel:
         model: str,
         initial_peers: Sequence[str] | None,
         *,
+        swarm_key: str | None = None,
+        trusted_peers: Sequence[str] = (),
         dtype: str | None = None,
         revision: str | None = None,
         token: str | None = None,
@@ -77,8 +79,10 @@ class LanguageModel:
         from lilliput.client.connection import Patience, SharedConnection
         from lilliput.client.model import AutoDistributedModelForCausalLM
         from lilliput.models.sources import resolve
+        from lilliput.swarm.membership import SwarmKey
 
-        shared = SharedConnection.to(initial_peers)  # the model's own
+        key = SwarmKey.of(swarm_key or None)
+        shared = SharedConnection.to(initial_peers, swarm_key=key)  # the model's own
         try:
             with drawn() as progress:
                 files = resolve(model, revision=revision, token=token, progress=progress)
@@ -86,6 +90,8 @@ class LanguageModel:
                 distributed = AutoDistributedModelForCausalLM.from_pretrained(
                     str(files.path),
                     initial_peers=initial_peers,
+                    swarm_key=key,
+                    trusted_peers=trusted_peers,
                     dtype=dtype,
                     patience=Patience(queue=queue),
                 )
@@ -110,8 +116,8 @@ class LanguageModel:
 
     def chain(self) -> list[Hop]:
         """The servers that would serve a session now. Raises `MissingBlocks`."""
-        blocks = len(self._model.remote)
-        chain: list[Hop] = self._shared.run(self._shared.connection.chain(self.name, 0, blocks))
+        remote = self._model.remote.remote_model
+        chain: list[Hop] = self._shared.run(remote.chain(0, remote.blocks))
         return chain
 
     def max_length(self) -> int:

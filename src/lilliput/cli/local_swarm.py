@@ -172,6 +172,7 @@ class LocalSwarm:
         started: list[LocalServer] = []
         for start, end in spans:
             arguments = ["serve", self.model, "--blocks", f"{start}:{end}", "--host", "127.0.0.1", "--supervised"]
+            arguments += ["--swarm-key", ""]  # whatever the environment says
             arguments += [*self.options, *options]
             if len(self.servers) < len(self.links):
                 link = self.links[len(self.servers)]

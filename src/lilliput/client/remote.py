@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from hivemind.p2p import PeerID
 
 from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
-from lilliput.client.route import Hop
+from lilliput.client.route import Guarded, Hop
+from lilliput.errors import BadRequest
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -40,6 +43,8 @@ class RemoteModel:
     #: of each session, for hidden states between servers that are kept in case that one of them fails
     replay_bytes: int = REPLAY_BYTES
     push: bool = True
+    #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
+    trusted_peers: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
@@ -50,6 +55,11 @@ class RemoteModel:
         secret = _PROCESS_SECRET if self.prefix_secret is None else self.prefix_secret.encode()
         parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
         return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
+
+    @property
+    def guarded(self) -> Guarded:
+        """Which blocks may be computed by whom only."""
+        return {} if self.trusted_peers is None else dict.fromkeys((0, self.blocks - 1), self.trusted_peers)
 
     async def chain(
         self,
@@ -62,5 +72,23 @@ class RemoteModel:
     ) -> list[Hop]:
         """A chain of servers for blocks `[start, end)`; parameters as of `route.find_chain`. Raises `MissingBlocks`."""
         return await self.connection.chain(
-            self.name, start, end, fingerprint=self.fingerprint, banned=banned, use=use, pushes=pushes
+            self.name,
+            start,
+            end,
+            fingerprint=self.fingerprint,
+            banned=banned,
+            use=use,
+            pushes=pushes,
+            guarded=self.guarded,
         )
+
+
+def trusted_set(peers: Iterable[str] | str) -> frozenset[str] | None:
+    """Peer ids from ids or addresses that end with one; None if there are none. Raises `BadRequest` for anything else."""
+    ids = [str(peer).rpartition("/p2p/")[2] for peer in ([peers] if isinstance(peers, str) else peers)]
+    for peer in ids:
+        try:
+            PeerID.from_base58(peer)
+        except Exception as e:  # the parser raises whatever comes to it
+            raise BadRequest(f"{peer!r} is not a peer's id; `lilliput status --json` shows those of servers") from e
+    return frozenset(ids) or None

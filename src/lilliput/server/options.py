@@ -21,6 +21,7 @@ class ServerOptions:
     :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
     :ivar drain_seconds: how long `drain` lets running sessions move to other servers
+    :ivar peer_share: of the cache, at most so much for one peer's sessions
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
 
@@ -30,6 +31,7 @@ class ServerOptions:
     max_step_tokens: int = 4096
     max_queue: int = 256
     max_sessions_per_peer: int = 256
+    peer_share: float = 1.0
     first_step_seconds: float = FIRST_STEP_SECONDS
     idle_seconds: float = SESSION_IDLE_SECONDS
     threads: int | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,6 +31,7 @@ from lilliput.server.options import ServerOptions
 from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
 from lilliput.swarm.loop import new_event_loop
+from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.round_trips import answer_pings
 from lilliput.wire import protocol
@@ -64,7 +66,7 @@ class Server(hivemind.moe.Server):
     :param blocks: the first block and the one after the last
     :param initial_peers: addresses of servers to join; none starts a new swarm
     :param host_maddrs: where to listen; by default a random port on loopback
-    :param announce_maddrs, identity_path, nat: see `swarm.node.Node.start`
+    :param announce_maddrs, identity_path, nat, relays, swarm_key: see `swarm.node.Node.start`
     :param progress: called with a word about what is being done while the server starts
     """
 
@@ -78,6 +80,8 @@ class Server(hivemind.moe.Server):
         announce_maddrs: Sequence[str] | None = None,
         identity_path: str | None = None,
         nat: bool = False,
+        relays: Sequence[str] | None = None,
+        swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
         options: ServerOptions | None = None,
         progress: Callable[[str], None] = lambda stage: None,
         **overrides: Any,
@@ -93,6 +97,8 @@ class Server(hivemind.moe.Server):
             "announce_maddrs": announce_maddrs,
             "identity_path": identity_path,
             "nat": nat,
+            "relays": relays,
+            "swarm_key": SwarmKey.of(swarm_key),
         }
         self._progress = progress
         self._ready = threading.Event()
