@@ -17,7 +17,22 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, route, serve, status
+from lilliput.cli import (
+    api,
+    bench,
+    bootstrap,
+    chat,
+    demo,
+    doctor,
+    drain,
+    fetch,
+    generate,
+    key,
+    logs,
+    route,
+    serve,
+    status,
+)
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -91,6 +106,9 @@ for _command in (
     status.status,
     route.route,
     drain.drain,
+    bootstrap.bootstrap,
+    key.key,
+    doctor.doctor,
     fetch.fetch,
     bench.bench,
 ):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lilliput.client.connection import Patience, SharedConnection
-from lilliput.client.remote import REPLAY_BYTES, RemoteModel
+from lilliput.client.remote import REPLAY_BYTES, RemoteModel, trusted_set
 from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks
 from lilliput.models.progress import Progress, silent

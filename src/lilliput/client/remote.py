@@ -84,7 +84,7 @@ class RemoteModel:
 
 
 def trusted_set(peers: Iterable[str] | str) -> frozenset[str] | None:
-    """Peer ids from ids or addresses that end with one; None if there are none. Raises `BadRequest` for anything else."""
+    """Peer ids from ids or from addresses that end with one; None if there are none. Raises `BadRequest`."""
     ids = [str(peer).rpartition("/p2p/")[2] for peer in ([peers] if isinstance(peers, str) else peers)]
     for peer in ids:
         try:

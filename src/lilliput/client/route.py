@@ -224,6 +224,5 @@ def _check_covered(records: Sequence[ServerRecord], start: int, end: int, guarde
     for block, peers in guarded.items():
         if start <= block < end and not any(r.start <= block < r.end and r.peer_id in peers for r in records):
             names = ", ".join(sorted(peer[-8:] for peer in peers))
-            raise MissingBlocks(
-                f"none of the trusted peers ({names}) serves block {block}, and no other may", ((block, block + 1),)
-            )
+            text = f"no trusted peer ({names}) serves block {block}, and no other may: blocks {block}:{block + 1}"
+            raise MissingBlocks(text, ((block, block + 1),))

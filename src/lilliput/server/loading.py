@@ -68,13 +68,16 @@ def load(
         admission=Admission(
             pages=pages,
             page_size=_PAGE_SIZE,
-            max_length=min(max_length, pages * _PAGE_SIZE),
+            max_length=min(max_length, int(pages * options.peer_share) * _PAGE_SIZE),
             max_queue=options.max_queue,
             max_sessions_per_peer=options.max_sessions_per_peer,
+            peer_share=options.peer_share,
+            fair_seconds=options.fair_seconds,
         ),
         max_step_tokens=options.max_step_tokens,
         first_step_seconds=options.first_step_seconds,
         idle_seconds=options.idle_seconds,
+        unused_seconds=options.unused_seconds,
         share_prefixes=options.share_prefixes,
     )
     return Loaded(files, count, service)

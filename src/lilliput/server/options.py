@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lilliput.swarm.directory import LEASE_SECONDS
-from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS
+from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS, UNUSED_SECONDS
 
 #: by default: with all the rest, a server that is told to leave is gone within 5 s
 DRAIN_SECONDS = 3.0
@@ -22,6 +22,8 @@ class ServerOptions:
     :ivar declare_uids: also declare the blocks in hivemind's own way, so that its `get_experts` finds them
     :ivar drain_seconds: how long `drain` lets running sessions move to other servers
     :ivar peer_share: of the cache, at most so much for one peer's sessions
+    :ivar fair_seconds: while others wait, sessions past their peer's equal share are ended when they have had so long
+    :ivar unused_seconds: pings alone keep a session without a first step for so long
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
 
@@ -34,6 +36,8 @@ class ServerOptions:
     peer_share: float = 1.0
     first_step_seconds: float = FIRST_STEP_SECONDS
     idle_seconds: float = SESSION_IDLE_SECONDS
+    unused_seconds: float = UNUSED_SECONDS
+    fair_seconds: float = 5.0
     threads: int | None = None
     declare_uids: bool = False
     share_prefixes: bool = False

@@ -33,7 +33,7 @@ from lilliput.server.service import Service
 from lilliput.swarm.loop import new_event_loop
 from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
-from lilliput.swarm.round_trips import answer_pings
+from lilliput.swarm.peer_calls import serve_peers
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel
 
@@ -251,14 +251,14 @@ class Server(hivemind.moe.Server):
             await ClientStream(service, channel, str(peer)).run()
 
         def passes(kind: str) -> Callable[[Channel, PeerID], Awaitable[None]]:
-            return lambda channel, peer: serve_passes(service, channel, kind)
+            return lambda channel, peer: serve_passes(service, channel, kind, str(peer))
 
         service.pushes = PushStreams(node, service)
         await node.serve(protocol.PUSH, service.pushes.serve)
         await node.serve(protocol.FORWARD_INCREMENTAL, session)
         await node.serve(protocol.FORWARD, passes("forward"))
         await node.serve(protocol.BACKWARD, passes("backward"))
-        await node.serve(protocol.PING, answer_pings)
+        await serve_peers(node)
         await ConnectionHandler(service).add_p2p_handlers(node.p2p)
         self.addresses = tuple(await node.addresses())
         self.dht = _Peer(node.peer_id, self.addresses)

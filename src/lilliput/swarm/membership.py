@@ -73,7 +73,7 @@ class SwarmKey:
             key = cls(base64.b64decode(text.strip(), validate=True))
         except (binascii.Error, ValueError) as e:
             raise BadRequest(
-                f"{file} is not a swarm's key: it should hold {KEY_BYTES} bytes in base64, as `lilliput key` writes them"
+                f"{file} is not a swarm's key: that is {KEY_BYTES} bytes in base64, as `lilliput key` writes them"
             ) from e
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             logger.warning("others on this machine may read the swarm's key: chmod 600 %s", file)

@@ -19,7 +19,7 @@ from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils import MSGPackSerializer
 
-from lilliput.errors import BadRequest, Busy, LilliputError, SwarmError, Unauthorized, Unreachable
+from lilliput.errors import Busy, LilliputError, SwarmError, Unauthorized, Unreachable
 from lilliput.swarm.addresses import check_ports_free, checked
 from lilliput.swarm.identity import take_identity
 from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome

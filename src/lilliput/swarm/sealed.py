@@ -1,4 +1,4 @@
-"""hivemind's own calls, those of its DHT among them, in a private swarm: each carries proofs of membership, both ways."""
+"""hivemind's own calls, its DHT's among them, in a private swarm: with proofs of membership, both ways."""
 
 from __future__ import annotations
 
