@@ -217,10 +217,11 @@ def test_one_peer_may_have_so_many_sessions(client: Peer, other: Peer) -> None:
     assert isinstance(refusal, Busy)
     assert "5" in str(refusal)
     assert late.ended()
-    welcome = waiting(other, 2, max_length=16)
+    welcome = waiting(other, 1, max_length=16)
+    moved(sessions[4], 2)
     sessions[0].bye()
-    moved(sessions[4], 0)
-    moved(welcome, 1)
+    moved(welcome, 0)
+    moved(sessions[4], 1)
     for session in (*sessions[1:], welcome):
         session.close()
 

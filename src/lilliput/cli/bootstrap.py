@@ -72,10 +72,16 @@ async def _serve(initial_peers: Sequence[str], options: dict[str, Any], json_lin
 
     loop = asyncio.get_running_loop()
     signalled: asyncio.Future[int] = loop.create_future()
+
+    def note(number: int) -> None:
+        if not signalled.done():
+            signalled.set_result(number)
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, lambda number=number: signalled.done() or signalled.set_result(number))
+        loop.add_signal_handler(number, note, number)
     starting = asyncio.ensure_future(Node.start(initial_peers, **options))
-    await asyncio.wait({starting, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    waiting: set[asyncio.Future[Any]] = {starting, signalled}
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         return await signalled

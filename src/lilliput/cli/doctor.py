@@ -88,17 +88,10 @@ async def _examine(
         yield finding
     key: SwarmKey | None = None
     if key_file:
+        yield _key(key_file)
         try:
             key = SwarmKey.read(key_file)
-            open_to_others = Path(key_file).expanduser().stat().st_mode & 0o077
-            yield Finding(
-                "warn" if open_to_others else "ok",
-                "swarm key",
-                f"{key.name}; members see the same"
-                + (f"; others here may read it: chmod 600 {key_file}" * bool(open_to_others)),
-            )
-        except LilliputError as e:
-            yield Finding("fail", "swarm key", str(e))
+        except LilliputError:
             return
     listening = _listening(host, port)
     yield listening
@@ -115,6 +108,19 @@ async def _examine(
     if reached:
         async for finding in _swarm(reached, key, host, port if listening.state != "fail" else 0, port, announce):
             yield finding
+
+
+def _key(file: str) -> Finding:
+    """A swarm's key, and whether it is for its owner alone."""
+    from lilliput.swarm.membership import SwarmKey
+
+    try:
+        name = SwarmKey.read(file).name
+    except LilliputError as e:
+        return Finding("fail", "swarm key", str(e))
+    if Path(file).expanduser().stat().st_mode & 0o077:
+        return Finding("warn", "swarm key", f"{name}; others on this machine may read it: chmod 600 {file}")
+    return Finding("ok", "swarm key", f"{name}; every member should see the same here")
 
 
 def _machine(model: str | None) -> list[Finding]:
