@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from lilliput.cli.nursery import Nursery
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.swarm.sockets import remove_stale_sockets
+
+# Who is started in the background of a script inherits that Ctrl-C is ignored, and would hand it on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
