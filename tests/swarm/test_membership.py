@@ -170,23 +170,24 @@ def test_nothing_is_sent_to_an_impostor(tmp_path: Path) -> None:
     async def main() -> None:
         impostor = await Node.start()
         heard: list[str] = []
+        ended = asyncio.Event()
 
         async def listen(channel: object, peer: object) -> None:
             received = await channel.receive()  # type: ignore[attr-defined]
             heard.append(received.kind)
             channel.post(pb.Message(welcome=pb.Welcome(proof=received.body.token)))  # type: ignore[attr-defined]
-            heard.append(str(await channel.receive(within=5)))  # type: ignore[attr-defined]
+            heard.append(str(await channel.receive()))  # type: ignore[attr-defined]
+            ended.set()
 
         await impostor.serve(PING, listen)
         member = await knocking(await impostor.addresses(), KEY, tmp_path / "member")
         try:
             with pytest.raises(Unreachable, match="cannot prove"):
                 await ping(member, str(impostor.peer_id))
-            async with asyncio.timeout(10):
-                while len(heard) < 2:
-                    await asyncio.sleep(0.01)
+            async with asyncio.timeout(30):
+                await ended.wait()
             assert heard == ["hello", "None"]
-            with pytest.raises(LilliputError, match="cannot prove|initial peers"):
+            with pytest.raises(LilliputError, match="cannot prove"):
                 await Node.start(await impostor.addresses(), swarm_key=KEY, client_mode=True)
         finally:
             await member.stop()

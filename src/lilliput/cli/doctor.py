@@ -167,6 +167,7 @@ async def _peer(address: str, key: SwarmKey | None) -> Finding:
     from lilliput.swarm.node import Node
 
     what = f"peer {address}"
+    place: tuple[str, int] | None = None
     try:
         place = host_and_port(checked(address, needs_peer=True))
         if place and (why := await dial_back.dial(*place)):
