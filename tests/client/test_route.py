@@ -209,3 +209,16 @@ def test_a_route_over_thousands_of_servers(pushes: bool) -> None:
     print(f"{(time.process_time() - begun) * 1e3:.0f} ms")
     assert (chain[0].start, chain[-1].end) == (0, 126)
     assert all(leg.end == after.start for leg, after in pairwise(chain))
+
+
+def test_guarded_blocks_are_computed_by_trusted_peers_only() -> None:
+    records = [server("fast", 0, 30, step_ms=1), server("a", 0, 10, step_ms=90), server("b", 20, 30, step_ms=90)]
+    assert spans(records, 0, 30) == [("fast", 0, 30)]
+    for pushes in (False, True):
+        chain = spans(records, 0, 30, pushes=pushes, guarded={0: {"a"}, 29: {"b"}})
+        assert [name for name, _, _ in chain] == ["a", "fast", "b"]
+        assert spans(records, 10, 20, pushes=pushes, guarded={0: {"a"}, 29: {"b"}}) == [("fast", 10, 20)]
+    for options in ({"guarded": {0: {"b"}}}, {"guarded": {0: {"a"}}, "banned": {"a"}}):
+        with pytest.raises(MissingBlocks, match=r"no trusted peer .* serves block 0") as caught:
+            spans(records, 0, 30, **options)
+        assert caught.value.blocks == ((0, 1),)

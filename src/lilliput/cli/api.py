@@ -14,7 +14,7 @@ import typer
 from lilliput.cli import process
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.options import InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
 
@@ -27,6 +27,8 @@ _QUEUE_SECONDS = 60.0
 def api(
     model: Model,
     initial_peers: InitialPeers = None,
+    swarm_key: SwarmKeyFile = None,
+    trusted_peers: TrustedPeers = None,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -63,7 +65,15 @@ def api(
     with contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(
             LanguageModel.open(
-                model, initial_peers, dtype=dtype, revision=revision, token=token, queue=_QUEUE_SECONDS, notice=remark
+                model,
+                initial_peers,
+                swarm_key=swarm_key,
+                trusted_peers=trusted_peers or (),
+                dtype=dtype,
+                revision=revision,
+                token=token,
+                queue=_QUEUE_SECONDS,
+                notice=remark,
             )
         )
         from lilliput.gateway.app import make_app

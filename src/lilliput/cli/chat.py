@@ -14,7 +14,7 @@ from lilliput.cli.answer import Answer
 from lilliput.cli.conversation import Conversation
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, Token
+from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import Output, complain, remark
 from lilliput.errors import LilliputError
 
@@ -24,6 +24,8 @@ _HELP = "/reset forgets the conversation, /quit leaves; Ctrl-C stops an answer."
 def chat(
     model: Model,
     initial_peers: InitialPeers = None,
+    swarm_key: SwarmKeyFile = None,
+    trusted_peers: TrustedPeers = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What the model is told first.", show_default="the model's own")
     ] = None,
@@ -43,7 +45,15 @@ def chat(
     """Talk to a model that a swarm holds. Without a terminal, answer standard input line by line."""
     process.prepare()
     with LanguageModel.open(
-        model, initial_peers, dtype=dtype, adapter=adapter, revision=revision, token=token, notice=remark
+        model,
+        initial_peers,
+        swarm_key=swarm_key,
+        trusted_peers=trusted_peers or (),
+        dtype=dtype,
+        adapter=adapter,
+        revision=revision,
+        token=token,
+        notice=remark,
     ) as language_model:
         language_model.seed(seed)
         conversation = Conversation(

@@ -13,7 +13,7 @@ from lilliput.cli import process, sampling
 from lilliput.cli.answer import Answer
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, Token
+from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import Output, remark
 from lilliput.errors import BadRequest
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def generate(
     model: Model,
     initial_peers: InitialPeers = None,
+    swarm_key: SwarmKeyFile = None,
+    trusted_peers: TrustedPeers = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text.", show_default="standard input")
     ] = None,
@@ -54,7 +56,15 @@ def generate(
     text = _text(prompt)
     output = Output()
     with LanguageModel.open(
-        model, initial_peers, dtype=dtype, adapter=adapter, revision=revision, token=token, notice=remark
+        model,
+        initial_peers,
+        swarm_key=swarm_key,
+        trusted_peers=trusted_peers or (),
+        dtype=dtype,
+        adapter=adapter,
+        revision=revision,
+        token=token,
+        notice=remark,
     ) as language_model:
         language_model.seed(seed)
         ids = language_model.encode_chat([{"role": "user", "content": text}]) if chat else language_model.encode(text)

@@ -57,6 +57,8 @@ class LanguageModel:
         model: str,
         initial_peers: Sequence[str] | None,
         *,
+        swarm_key: str | None = None,
+        trusted_peers: Sequence[str] = (),
         dtype: str | None = None,
         adapter: str = "",
         revision: str | None = None,
@@ -78,8 +80,10 @@ class LanguageModel:
         from lilliput.client.connection import Patience, SharedConnection
         from lilliput.client.model import AutoDistributedModelForCausalLM
         from lilliput.models.sources import resolve
+        from lilliput.swarm.membership import SwarmKey
 
-        shared = SharedConnection.to(initial_peers)  # the model's own
+        key = SwarmKey.of(swarm_key or None)
+        shared = SharedConnection.to(initial_peers, swarm_key=key)  # the model's own
         try:
             with drawn() as progress:
                 files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
@@ -88,6 +92,8 @@ class LanguageModel:
                 distributed = AutoDistributedModelForCausalLM.from_pretrained(
                     str(files.path),
                     initial_peers=initial_peers,
+                    swarm_key=key,
+                    trusted_peers=trusted_peers,
                     dtype=dtype,
                     adapter=adapter,
                     patience=Patience(queue=queue),

@@ -180,6 +180,7 @@ class LocalSwarm:
         started: list[LocalServer] = []
         for span in spans:
             arguments = ["serve", self.model, "--host", "127.0.0.1", "--supervised"]
+            arguments += ["--swarm-key", ""]  # whatever the environment says
             arguments += ["--blocks", f"{span[0]}:{span[1]}"] if span else []
             arguments += [*self.options, *options]
             if len(self.servers) < len(self.links):

@@ -17,7 +17,24 @@ from typing import Annotated, NoReturn, ParamSpec
 
 import typer
 
-from lilliput.cli import api, bench, chat, demo, drain, fetch, generate, logs, plan, route, serve, simulate, status
+from lilliput.cli import (
+    api,
+    bench,
+    bootstrap,
+    chat,
+    demo,
+    doctor,
+    drain,
+    fetch,
+    generate,
+    key,
+    logs,
+    plan,
+    route,
+    serve,
+    simulate,
+    status,
+)
 from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
@@ -91,6 +108,9 @@ for _command in (
     status.status,
     route.route,
     drain.drain,
+    bootstrap.bootstrap,
+    key.key,
+    doctor.doctor,
     fetch.fetch,
     plan.plan,
     bench.bench,

@@ -27,3 +27,58 @@ InitialPeers = Annotated[
         show_default=False,
     ),
 ]
+SwarmKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--swarm-key",
+        metavar="FILE",
+        envvar="LILLIPUT_SWARM_KEY",
+        help="The key of a private swarm, which all its members have; `lilliput key` makes one.",
+        show_default="a public swarm",
+    ),
+]
+TrustedPeers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--trusted-peers",
+        metavar="PEER",
+        help="Only these peers compute the first and the last block, where text can be read; may be repeated.",
+        show_default="any peer",
+    ),
+]
+Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Port = Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MULTIADDR",
+        help="The address to tell others, if it is another: behind a router, its own.",
+        show_default=False,
+    ),
+]
+IdentityFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file that keeps the peer's id over restarts; made if missing.",
+        show_default=False,
+    ),
+]
+Nat = Annotated[
+    bool,
+    typer.Option("--nat", help="Ask the router to open the port; where it does not, use relays.", show_default=False),
+]
+Relay = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MULTIADDR",
+        help="We cannot be dialled: be reached through this peer of the swarm, which can; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def listen_address(host: str, port: int) -> str:
+    """As libp2p writes it."""
+    kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdecimal() else "dns"
+    return f"/{kind}/{host}/tcp/{port}"

@@ -11,7 +11,7 @@ import typer
 from lilliput.cli import process
 from lilliput.cli.language_model import NO_PEERS
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.options import InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def _ms(expected: float, measured: float) -> dict[str, float]:
 def route(
     model: Model,
     initial_peers: InitialPeers = None,
+    swarm_key: SwarmKeyFile = None,
+    trusted_peers: TrustedPeers = None,
     revision: Revision = None,
     token: Token = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -105,16 +107,18 @@ def route(
 
         with collector_paused():
             from lilliput.client.connection import SharedConnection
-            from lilliput.client.remote import RemoteModel
+            from lilliput.client.remote import RemoteModel, trusted_set
             from lilliput.client.route import estimate
             from lilliput.client.trial import time_hops, time_pushed
             from lilliput.models.sources import resolve
-    shared = SharedConnection.to(initial_peers)
+            from lilliput.swarm.membership import SwarmKey
+    shared = SharedConnection.to(initial_peers, swarm_key=SwarmKey.of(swarm_key or None))
     try:
         files = resolve(model, revision=revision, token=token, weights=False)
         config = files.config()
         blocks = int(config["num_hidden_layers"])
-        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint)
+        trusted = trusted_set(trusted_peers or ())
+        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint, trusted_peers=trusted)
 
         async def travel() -> Route:
             chain = await remote.chain(0, remote.blocks, pushes=True)

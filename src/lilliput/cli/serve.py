@@ -14,7 +14,20 @@ import typer
 
 from lilliput.cli import process
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, Token
+from lilliput.cli.options import (
+    Announce,
+    Host,
+    IdentityFile,
+    InitialPeers,
+    Model,
+    Nat,
+    Port,
+    Relay,
+    Revision,
+    SwarmKeyFile,
+    Token,
+    listen_address,
+)
 from lilliput.cli.supervisor import Supervisor
 from lilliput.swarm.sockets import remove_stale_sockets
 
@@ -42,17 +55,13 @@ def serve(
         float, typer.Option(min=0, help="Without --blocks: look about this often whether to move; 0: never.")
     ] = 120.0,
     initial_peers: InitialPeers = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "0.0.0.0",
-    port: Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
-    announce: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MULTIADDR", help="The address to tell others, if it is another.", show_default=False),
-    ] = None,
-    identity: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="A key that keeps the peer's id over restarts.", show_default=False),
-    ] = None,
-    nat: Annotated[bool, typer.Option("--nat", help="Ask the gateway to open the port.", show_default=False)] = False,
+    swarm_key: SwarmKeyFile = None,
+    host: Host = "0.0.0.0",
+    port: Port = 0,
+    announce: Announce = None,
+    identity: IdentityFile = None,
+    nat: Nat = False,
+    relay: Relay = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     cache_tokens: Annotated[
         int | None, typer.Option(min=32, help="Attention cache, in tokens.", show_default="a quarter of free memory")
@@ -73,6 +82,18 @@ def serve(
             metavar="NAME=FOLDER", help="A LoRA adapter that PEFT has saved; may be repeated.", show_default=False
         ),
     ] = None,
+    peer_sessions: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Sessions of one peer, running and waiting.")
+    ] = 256,
+    peer_share: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            metavar="SHARE",
+            help="Of the cache, at most so much for one peer. Where others wait, all get equal shares anyway.",
+        ),
+    ] = 1.0,
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
     ] = 3.0,
@@ -106,15 +127,18 @@ def serve(
     with contextlib.ExitStack() as leaving:
         with _progress(supervisor) as progress:
             files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
-            files.fetch(span, progress)
+            if span:
+                files.fetch(span, progress)
             server = Server(
                 files,
                 span,
                 initial_peers=initial_peers or (),
-                host_maddrs=[_listen_address(host, port)],
+                host_maddrs=[listen_address(host, port)],
                 announce_maddrs=announce,
                 identity_path=identity,
                 nat=nat,
+                relays=relay or None,
+                swarm_key=swarm_key or None,
                 dtype=dtype,
                 cache_tokens=cache_tokens,
                 max_length=max_length,
@@ -122,6 +146,8 @@ def serve(
                 share_prefixes=share_prefixes,
                 declare_uids=declare_uids,
                 adapters=adapters,
+                max_sessions_per_peer=peer_sessions,
+                peer_share=peer_share,
                 drain_seconds=drain_seconds,
                 num_blocks=num_blocks,
                 rebalance_seconds=rebalance_seconds,
@@ -195,11 +221,6 @@ def _new_stages(tell: Callable[[str], None]) -> Progress:
         last = stage
 
     return report
-
-
-def _listen_address(host: str, port: int) -> str:
-    kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdecimal() else "dns"
-    return f"/{kind}/{host}/tcp/{port}"
 
 
 def _facts(server: Server) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import typer
 from lilliput.cli import process
 from lilliput.cli.language_model import NO_PEERS
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers
+from lilliput.cli.options import InitialPeers, SwarmKeyFile
 from lilliput.errors import BadRequest, LilliputError
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class HeldModel:
 def status(
     model: Annotated[str | None, typer.Argument(help="Only this one.", show_default="all models")] = None,
     initial_peers: InitialPeers = None,
+    swarm_key: SwarmKeyFile = None,
     json_lines: Annotated[bool, typer.Option("--json", help="Print JSON, with all that servers announce.")] = False,
     verbose: Verbose = 0,
 ) -> None:
@@ -81,19 +82,19 @@ def status(
         with collector_paused():
             from lilliput.swarm.loop import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        models = runner.run(_survey(initial_peers, model))
+        models = runner.run(_survey(initial_peers, model, swarm_key or None))
     if json_lines:
         print(json.dumps({"models": [held.facts() for held in models]}, indent=2))
     else:
         _show(models)
 
 
-async def _survey(initial_peers: Sequence[str], wanted: str | None) -> list[HeldModel]:
+async def _survey(initial_peers: Sequence[str], wanted: str | None, swarm_key: str | None) -> list[HeldModel]:
     """Ask the swarm."""
     from lilliput.swarm import directory
     from lilliput.swarm.node import Node
 
-    node = await Node.start(initial_peers, client_mode=True)
+    node = await Node.start(initial_peers, client_mode=True, swarm_key=swarm_key)
     try:
         models = await directory.models(node)
         names = list(models)

@@ -17,7 +17,7 @@ import torch
 
 from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
-from lilliput.client.route import Hop, find_chain, missing_blocks, usable
+from lilliput.client.route import NOT_GUARDED, Guarded, Hop, find_chain, missing_blocks, usable
 from lilliput.errors import LilliputError, MissingAdapter, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -81,6 +81,7 @@ class Connection:
     """A peer that is only a client. Belongs to one event loop; everything here happens on it."""
 
     def __init__(self, initial_peers: Iterable[str], **node_options: Any) -> None:
+        """:param node_options: of `Node.start`"""
         self.initial_peers = tuple(str(peer) for peer in initial_peers)
         self._starting = asyncio.ensure_future(Node.start(self.initial_peers, client_mode=True, **node_options))
         self.closed = False
@@ -149,8 +150,9 @@ class Connection:
         banned: Collection[str] = frozenset(),
         use: Use = SESSION,
         pushes: bool = False,
+        guarded: Guarded = NOT_GUARDED,
     ) -> list[Hop]:
-        """A chain of servers for blocks `[start, end)`; `use` and `pushes` as of `find_chain`.
+        """A chain of servers for blocks `[start, end)`; `use`, `pushes` and `guarded` as of `find_chain`.
 
         :param adapter: only servers that announce it; empty: any
 
@@ -164,7 +166,9 @@ class Connection:
             # who has joined lately is worth waiting for where nobody else would do
             within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
             ways = await self.round_trips(records, within=within)
-            return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes)
+            return find_chain(
+                records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guarded=guarded
+            )
 
         avoid = self.banned() | set(banned)
         try:

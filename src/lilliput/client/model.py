@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from lilliput.client.connection import Patience, SharedConnection
-from lilliput.client.remote import REPLAY_BYTES, RemoteModel
+from lilliput.client.remote import REPLAY_BYTES, RemoteModel, trusted_set
 from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks
 from lilliput.models.progress import Progress, silent
 from lilliput.models.sources import ModelFiles, resolve
+from lilliput.swarm.membership import SwarmKey
 
 _POLL_SECONDS = 0.25
 
@@ -28,6 +30,8 @@ class AutoDistributedModelForCausalLM:
         model: str,
         *,
         initial_peers: Sequence[str] | str,
+        swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
+        trusted_peers: Sequence[str] | str = (),
         dtype: Any = None,
         revision: str | None = None,
         token: str | None = None,
@@ -50,6 +54,9 @@ class AutoDistributedModelForCausalLM:
 
         :param model: a name, folder or hub id, as for the servers; the ends of the model are loaded from its files
         :param initial_peers: full addresses of peers of the swarm, such as the servers print
+        :param swarm_key: of a private swarm, or the file that holds it
+        :param trusted_peers: ids or addresses of peers that alone may compute the first and the last block, where text
+            can be read; default: any server may
         :param dtype: of the ends and of what is sent ("float32", torch.bfloat16, ...); default: the checkpoint's
         :param adapter: the name of an adapter that the servers have
         :param codec: how hidden states travel: none, float16, bfloat16, int8
@@ -62,7 +69,10 @@ class AutoDistributedModelForCausalLM:
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
-        shared = SharedConnection.to(initial_peers)  # it connects while the model loads
+        trusted = trusted_set(trusted_peers)
+        shared = SharedConnection.to(
+            initial_peers, swarm_key=SwarmKey.of(swarm_key)
+        )  # it connects while the model loads
         try:
             files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
             files.fetch("ends", progress)
@@ -78,6 +88,7 @@ class AutoDistributedModelForCausalLM:
                 prefix_secret=prefix_secret,
                 replay_bytes=replay_bytes,
                 push=push,
+                trusted_peers=trusted,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

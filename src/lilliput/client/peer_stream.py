@@ -10,7 +10,7 @@ import torch
 
 from lilliput.errors import BadRequest, LilliputError, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
-from lilliput.wire.channel import Channel, Received
+from lilliput.wire.channel import Channel, Received, error_of
 
 #: a stream with so many sessions gets no more (servers take somewhat more)
 MAX_SESSIONS = 512
@@ -103,6 +103,8 @@ class PeerStream:
         try:
             while (received := await self._channel.receive()) is not None:
                 self._heard = self._loop.time()
+                if isinstance(received.body, pb.Error) and not received.session:  # about the stream as a whole
+                    why = error_of(received.body)
                 session = self._sessions.get(received.session)
                 if session is not None:  # it may have been closed meanwhile
                     session.take(received)

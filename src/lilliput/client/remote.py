@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+from hivemind.p2p import PeerID
 
 from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
-from lilliput.client.route import Hop, missing_blocks, usable
+from lilliput.client.route import Guarded, Hop, missing_blocks, usable
+from lilliput.errors import BadRequest
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -40,6 +43,8 @@ class RemoteModel:
     #: of each session, for hidden states between servers that are kept in case that one of them fails
     replay_bytes: int = REPLAY_BYTES
     push: bool = True
+    #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
+    trusted_peers: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
@@ -61,6 +66,11 @@ class RemoteModel:
 
         return sorted(name for name in names if not lacking(name))
 
+    @property
+    def guarded(self) -> Guarded:
+        """Which blocks may be computed by whom only."""
+        return {} if self.trusted_peers is None else dict.fromkeys((0, self.blocks - 1), self.trusted_peers)
+
     async def chain(
         self,
         start: int,
@@ -80,4 +90,16 @@ class RemoteModel:
             banned=banned,
             use=use,
             pushes=pushes,
+            guarded=self.guarded,
         )
+
+
+def trusted_set(peers: Iterable[str] | str) -> frozenset[str] | None:
+    """Peer ids from ids or from addresses that end with one; None if there are none. Raises `BadRequest`."""
+    ids = [str(peer).rpartition("/p2p/")[2] for peer in ([peers] if isinstance(peers, str) else peers)]
+    for peer in ids:
+        try:
+            PeerID.from_base58(peer)
+        except Exception as e:  # the parser raises whatever comes to it
+            raise BadRequest(f"{peer!r} is not a peer's id; `lilliput status --json` shows those of servers") from e
+    return frozenset(ids) or None

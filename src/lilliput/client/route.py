@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,10 @@ _CLIENT = -1
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
+
+#: blocks that only some peers may compute, by the block's number
+Guarded = Mapping[int, Collection[str]]
+NOT_GUARDED: Guarded = {}
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ def find_chain(
     round_trips: RoundTripTimes | None = None,
     use: Use = SESSION,
     pushes: bool = False,
+    guarded: Guarded = NOT_GUARDED,
 ) -> list[Hop]:
     """The cheapest chain of servers for blocks `[start, end)`; the one with fewest hops among equals.
 
@@ -95,13 +100,14 @@ def find_chain(
     :param round_trips: from this client to the servers, as far as they were measured
     :param use: what counts how much
     :param pushes: servers send what they computed straight to the next one; without, everything returns to the client
+    :param guarded: only these peers compute these blocks
 
     Raises `MissingBlocks` naming the spans that nobody holds.
     """
     if not start < end:
         raise ValueError(f"an empty run of blocks: {start}:{end}")
     candidates = [r for r in records if usable(r, banned) and r.start < end and r.end > start]
-    _check_covered(candidates, start, end)
+    _check_covered(candidates, start, end, guarded)
     starts, ends = np.array([(r.start, r.end) for r in candidates]).T
     once = np.array([entry_seconds(r) for r in candidates])
     per_block = np.array([block_seconds(r, use) for r in candidates])
@@ -113,6 +119,8 @@ def find_chain(
     came = np.full((end - start, len(candidates)), _CLIENT)
     for block in range(start, end):
         (here,) = np.nonzero((starts <= block) & (ends > block))
+        if block in guarded:
+            here = np.array([i for i in here if candidates[i].peer_id in guarded[block]])
         before, origin = legs.into(inside, here) if block > start else (legs.first[here], np.full(len(here), _CLIENT))
         entering, staying = before + once[here], inside[here]
         enters = entering < staying
@@ -209,7 +217,12 @@ def missing_blocks(records: Sequence[ServerRecord], start: int, end: int) -> lis
     return missing
 
 
-def _check_covered(records: Sequence[ServerRecord], start: int, end: int) -> None:
+def _check_covered(records: Sequence[ServerRecord], start: int, end: int, guarded: Guarded) -> None:
     if missing := missing_blocks(records, start, end):
         spans = ", ".join(f"{a}:{b}" for a, b in missing)
         raise MissingBlocks(f"no server holds blocks {spans}", tuple(missing))
+    for block, peers in guarded.items():
+        if start <= block < end and not any(r.start <= block < r.end and r.peer_id in peers for r in records):
+            names = ", ".join(sorted(peer[-8:] for peer in peers))
+            text = f"no trusted peer ({names}) serves block {block}, and no other may: blocks {block}:{block + 1}"
+            raise MissingBlocks(text, ((block, block + 1),))

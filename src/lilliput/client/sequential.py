@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from lilliput.client.connection import Patience, SharedConnection
 from lilliput.client.costs import PASSES
-from lilliput.client.remote import RemoteModel
+from lilliput.client.remote import RemoteModel, trusted_set
 from lilliput.client.route import Hop
 from lilliput.client.tasks import all_of
 from lilliput.errors import BadRequest, LilliputError, MissingBlocks, Unreachable
+from lilliput.swarm.membership import SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.protocol import BACKWARD, FORWARD
 
@@ -184,6 +186,8 @@ class RemoteSequential(nn.Module):
         model: str,
         *,
         initial_peers: list[str] | tuple[str, ...] | str,
+        swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
+        trusted_peers: Sequence[str] | str = (),
         revision: str | None = None,
         token: str | None = None,
         adapter: str = "",
@@ -193,7 +197,8 @@ class RemoteSequential(nn.Module):
         """All blocks of a model in a swarm; only its configuration is needed here."""
         from lilliput.models.sources import resolve
 
-        shared = SharedConnection.to(initial_peers)
+        trusted = trusted_set(trusted_peers)
+        shared = SharedConnection.to(initial_peers, swarm_key=SwarmKey.of(swarm_key))
         try:
             files = resolve(model, revision=revision, token=token, weights=False)
             remote = RemoteModel(
@@ -204,6 +209,7 @@ class RemoteSequential(nn.Module):
                 adapter=adapter,
                 codec=codec,
                 patience=patience or Patience(),
+                trusted_peers=trusted,
             )
             return cls(remote, shared)
         except BaseException:

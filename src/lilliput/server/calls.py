@@ -10,7 +10,7 @@ from lilliput.server.handler import ConnectionHandler, serve_passes
 from lilliput.server.push import PushStreams
 from lilliput.server.service import Service
 from lilliput.swarm.node import Node
-from lilliput.swarm.round_trips import answer_pings
+from lilliput.swarm.peer_calls import serve_peers
 from lilliput.wire import protocol
 from lilliput.wire.channel import Channel, error_message
 
@@ -43,7 +43,7 @@ class Calls:
         await node.serve(protocol.FORWARD_INCREMENTAL, self._serve_sessions)
         await node.serve(protocol.FORWARD, self._serve_forward)
         await node.serve(protocol.BACKWARD, self._serve_backward)
-        await node.serve(protocol.PING, answer_pings)
+        await serve_peers(node)
         await ConnectionHandler(service.model, self.service).add_p2p_handlers(node.p2p)
 
     def end(self) -> None:
@@ -64,7 +64,7 @@ class Calls:
         await stream.run()
 
     async def _serve_forward(self, channel: Channel, peer: PeerID) -> None:
-        await serve_passes(self.service, channel, "forward", self._idle_seconds)
+        await serve_passes(self.service, channel, "forward", str(peer), self._idle_seconds)
 
     async def _serve_backward(self, channel: Channel, peer: PeerID) -> None:
-        await serve_passes(self.service, channel, "backward", self._idle_seconds)
+        await serve_passes(self.service, channel, "backward", str(peer), self._idle_seconds)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: steps under way, for each session of the stream; past that the stream is not read
 _IN_FLIGHT_PER_SESSION = 8
-#: and past so many bytes of their tensors
+#: and past so many bytes of their tensors, in all streams of the peer
 _IN_FLIGHT_BYTES = DEFAULT_LIMITS.max_payload_bytes
 #: a stream with so many sessions gets no more: open another one
 _MAX_SESSIONS = 1024
@@ -39,8 +39,8 @@ class ClientStream:
     def __init__(self, service: Service, channel: Channel, peer: str) -> None:
         self.service, self.channel, self.peer = service, channel, peer
         self.loop = asyncio.get_running_loop()
-        self._in_flight = self._in_flight_bytes = 0
-        self._room = asyncio.Event()
+        self._in_flight = 0
+        self._load = service.load_of(peer)
         self._sessions: dict[int, ServedSession] = {}
         self._arrived: list[tuple[CacheSession, Step]] = []
         self._closing = asyncio.Event()
@@ -105,12 +105,12 @@ class ClientStream:
     def took(self, size: int) -> None:
         """A step of so many bytes came from the client."""
         self._in_flight += 1
-        self._in_flight_bytes += size
+        self._load.step_bytes += size
 
     def answered(self, size: int) -> None:
         self._in_flight -= 1
-        self._in_flight_bytes -= size
-        self._room.set()
+        self._load.step_bytes -= size
+        self._load.room.set()
 
     def forget(self, number: int) -> None:
         """A session has ended."""
@@ -130,13 +130,13 @@ class ClientStream:
                 self._submit_arrived()
                 await self.channel.drain()
             while not self._has_room():
-                self._room.clear()
+                self._load.room.clear()
                 self._submit_arrived()
-                await self._room.wait()
+                await self._load.room.wait()
 
     def _has_room(self) -> bool:
         steps = _IN_FLIGHT_PER_SESSION * max(1, len(self._sessions))
-        return self._in_flight < steps and self._in_flight_bytes < _IN_FLIGHT_BYTES
+        return self._in_flight < steps and self._load.step_bytes < _IN_FLIGHT_BYTES
 
     def _take(self, received: Received) -> None:
         number = received.session

@@ -54,22 +54,22 @@ class ConnectionHandler(ServicerBase):
 
     async def rpc_forward(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         tensors = [deserialize_torch_tensor(tensor) for tensor in request.tensors]
-        return runtime_pb2.ExpertResponse(tensors=[await self._run(request.uid, tensors, backward=False)])
+        return runtime_pb2.ExpertResponse(tensors=[await self._run(request.uid, tensors, context, backward=False)])
 
     async def rpc_backward(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         tensors = [deserialize_torch_tensor(tensor) for tensor in request.tensors]
-        return runtime_pb2.ExpertResponse(tensors=[await self._run(request.uid, tensors, backward=True)])
+        return runtime_pb2.ExpertResponse(tensors=[await self._run(request.uid, tensors, context, backward=True)])
 
     async def rpc_forward_stream(
         self, requests: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        async for part in self._run_stream(requests, backward=False):
+        async for part in self._run_stream(requests, context, backward=False):
             yield part
 
     async def rpc_backward_stream(
         self, requests: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        async for part in self._run_stream(requests, backward=True):
+        async for part in self._run_stream(requests, context, backward=True):
             yield part
 
     def _block(self, uid: str) -> int:
@@ -80,7 +80,9 @@ class ConnectionHandler(ServicerBase):
         self._service.check_blocks("", int(number), int(number) + 1)
         return int(number)
 
-    async def _run(self, uid: str, tensors: list[torch.Tensor], *, backward: bool) -> runtime_pb2.Tensor:
+    async def _run(
+        self, uid: str, tensors: list[torch.Tensor], context: P2PContext, *, backward: bool
+    ) -> runtime_pb2.Tensor:
         block = self._block(uid)
         wanted = 2 if backward else 1
         if len(tensors) != wanted:
@@ -89,10 +91,10 @@ class ConnectionHandler(ServicerBase):
             )
         job = Pass(block, block + 1, tensors[0], grad=tensors[1] if backward else None)
         # hivemind's uncompressed codec knows no bfloat16
-        return serialize_torch_tensor((await self._service.run_pass(job)).float())
+        return serialize_torch_tensor((await self._service.run_pass(job, str(context.remote_id))).float())
 
     async def _run_stream(
-        self, requests: AsyncIterator[runtime_pb2.ExpertRequest], *, backward: bool
+        self, requests: AsyncIterator[runtime_pb2.ExpertRequest], context: P2PContext, *, backward: bool
     ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
         uids: set[str] = set()
         left = DEFAULT_LIMITS.max_payload_bytes
@@ -109,12 +111,14 @@ class ConnectionHandler(ServicerBase):
         tensors = await deserialize_tensor_stream(parts())
         if len(uids) != 1:
             raise BadRequest(f"a request names one block, not {len(uids)}")
-        output = await self._run(uids.pop(), tensors, backward=backward)
+        output = await self._run(uids.pop(), tensors, context, backward=backward)
         for part in split_for_streaming(output, _PART_BYTES):
             yield runtime_pb2.ExpertResponse(tensors=[part])
 
 
-async def serve_passes(service: Callable[[], Service], channel: Channel, kind: str, idle_seconds: float) -> None:
+async def serve_passes(
+    service: Callable[[], Service], channel: Channel, kind: str, peer: str, idle_seconds: float
+) -> None:
     """`rpc_forward` and `rpc_backward` over a span: each message of `kind` is answered, until the stream ends.
 
     :param service: whose turn it is; raises why nobody's is
@@ -124,7 +128,7 @@ async def serve_passes(service: Callable[[], Service], channel: Channel, kind: s
             try:
                 if received.kind != kind:
                     raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
-                computing = asyncio.ensure_future(_pass(service(), received))
+                computing = asyncio.ensure_future(_pass(service(), received, peer))
                 try:
                     while not (computing.done() or channel.gone):
                         await asyncio.wait({computing}, timeout=_LOOK_SECONDS)
@@ -143,7 +147,7 @@ async def serve_passes(service: Callable[[], Service], channel: Channel, kind: s
         await channel.hear_out()
 
 
-async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str]:
+async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.Tensor, str]:
     body, tensors = received.body, received.tensors
     assert isinstance(body, pb.Forward | pb.Backward)
     service.check_blocks(body.model, body.start, body.end)
@@ -164,4 +168,4 @@ async def _pass(service: Service, received: Received) -> tuple[torch.Tensor, str
         prompts=tensors.get("prompts"),
         adapter=body.adapter,
     )
-    return await service.run_pass(job), codec
+    return await service.run_pass(job, peer), codec

@@ -77,7 +77,7 @@ def load(
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
     # where all blocks have windows, a session may be longer than the cache
     window = span.window(start, end)
-    longest = pages * _PAGE_SIZE if window is None else made_for
+    longest = max(1, int(pages * options.peer_share)) * _PAGE_SIZE if window is None else made_for
     max_length = min(options.max_length or made_for, longest)
     engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
     engine.start()
@@ -95,10 +95,13 @@ def load(
             max_length=max_length,
             max_queue=options.max_queue,
             max_sessions_per_peer=options.max_sessions_per_peer,
+            peer_share=options.peer_share,
+            fair_seconds=options.fair_seconds,
         ),
         max_step_tokens=min(options.max_step_tokens, max(window, _SLIDING_STEP)) if window else options.max_step_tokens,
         first_step_seconds=options.first_step_seconds,
         idle_seconds=options.idle_seconds,
+        unused_seconds=options.unused_seconds,
         share_prefixes=options.share_prefixes,
     )
     return Loaded(files, count, service, throughput)

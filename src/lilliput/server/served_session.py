@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +20,10 @@ import torch
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.errors import BadRequest, Busy, CacheFull, Draining, LilliputError, ServerFailure, SessionExpired
 from lilliput.server.admission import Ticket
+from lilliput.server.arrived import Arrived, split_keys
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS, PUSH_KEY_BYTES
-from lilliput.wire.prefix import GRAIN, KEY_BYTES
 from lilliput.wire.tensors import check_codec
 
 if TYPE_CHECKING:
@@ -38,24 +37,6 @@ _TENSORS = {"hidden", "mask", "position_ids", "prompts"}
 _PUSHED_AT_ONCE = 16
 _PUSHED_BYTES = DEFAULT_LIMITS.max_payload_bytes
 _MAX_ROUTE = 256
-
-
-@dataclass(frozen=True)
-class _Arrived:
-    """A step that has come, and from whom.
-
-    :ivar pushed: by another server, not sent by the client
-    :ivar before: what the servers spent on it that it has passed
-    """
-
-    body: pb.Step
-    tensors: Mapping[str, torch.Tensor]
-    pushed: bool = False
-    before: Sequence[pb.Timing] = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class ServedSession:
@@ -74,7 +55,7 @@ class ServedSession:
         if body.bid != body.bid:
             raise BadRequest("the bid is not a number")
         service.span.check_adapter(body.adapter)
-        self._prefix = _split_keys(body.prefix, body.rows)
+        self._prefix = split_keys(body.prefix, body.rows)
         if body.push_key and (len(body.push_key) != PUSH_KEY_BYTES or body.push_key in service.pushed_sessions):
             raise BadRequest(f"a push key is {PUSH_KEY_BYTES} random bytes of this session alone")
         self._codec = check_codec(body.codec)
@@ -87,7 +68,7 @@ class ServedSession:
         self._highest_id = 0
         self._stepped = self._ended = False
         self._opened = time.monotonic()
-        self._heard = stream.loop.time()
+        self._accepted_at = self._heard = stream.loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = 0
 
@@ -101,7 +82,12 @@ class ServedSession:
         self._watch()
         try:
             ticket = admission.ask(
-                self._pages, bid=body.bid, peer=self._stream.peer, changed=self._place_changed, queue=not body.no_queue
+                self._pages,
+                bid=body.bid,
+                peer=self._stream.peer,
+                changed=self._place_changed,
+                evict=self._make_room,
+                queue=not body.no_queue,
             )
         except LilliputError as e:
             if isinstance(e, Busy) and e.queue_length and e.wait_seconds is None:
@@ -116,6 +102,9 @@ class ServedSession:
         if ticket is None or self._ended:
             return
         if not ticket.granted:
+            self._service.watch_queue()
+            if self._body.no_queue:  # whoever is in the way is leaving already
+                return
             self._post(pb.Message(info=self._info(accepted=False)))
             return
         body = self._body
@@ -131,11 +120,16 @@ class ServedSession:
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
 
+    def _make_room(self) -> None:
+        """Others wait, and this peer has more than its share."""
+        wait = self._service.expected_wait(1)
+        self.end(Busy("others wait for room here, and you have more than an equal share of it", wait, 1))
+
     def _accepted(self, opening: Future[CacheSession]) -> None:
         if self._ended:
             return  # `release` closes it
         self._session = opening.result()
-        self._heard = self._stream.loop.time()
+        self._accepted_at = self._heard = self._stream.loop.time()
         self._watch()
         info = self._info(accepted=True)
         info.cached_tokens = self._session.length
@@ -160,7 +154,7 @@ class ServedSession:
         self._heard = self._stream.loop.time()
         body: Any = received.body
         if received.kind == "step":
-            self._take_step(_Arrived(body, received.tensors))
+            self._take_step(Arrived(body, received.tensors))
         elif received.kind == "ping":
             self._post(pb.Message(pong=pb.Pong(id=body.id)))
         elif received.kind == "close":
@@ -171,9 +165,9 @@ class ServedSession:
     def take_push(self, body: pb.Push, tensors: Mapping[str, torch.Tensor]) -> None:
         """A step that another server has pushed here. If something is wrong with it, the client hears of it."""
         self._heard = self._stream.loop.time()
-        self._take_step(_Arrived(body.step, tensors, pushed=True, before=body.before))
+        self._take_step(Arrived(body.step, tensors, pushed=True, before=body.before))
 
-    def _take_step(self, arrived: _Arrived) -> None:
+    def _take_step(self, arrived: Arrived) -> None:
         try:
             self._step(arrived)
         except LilliputError as e:
@@ -183,7 +177,7 @@ class ServedSession:
             error = ServerFailure(f"the step could not be taken: {e}")
             self._post(error_message(error, step_id=arrived.body.step_id))
 
-    def _step(self, arrived: _Arrived) -> None:
+    def _step(self, arrived: Arrived) -> None:
         body, tensors = arrived.body, arrived.tensors
         session, service = self._session, self._service
         if session is None:
@@ -208,6 +202,8 @@ class ServedSession:
         if body.max_length > session.max_length:
             self._extend(session, body.max_length)
         self._stepped = True
+        assert self._ticket is not None
+        self._ticket.used_at = service.admission.clock()
         self._count(arrived, 1)
         self._stream.submit(
             session,
@@ -220,12 +216,12 @@ class ServedSession:
                 mask=tensors.get("mask"),
                 position_ids=tensors.get("position_ids"),
                 prompts=tensors.get("prompts"),
-                hashes=_split_keys(body.hashes, hidden.shape[0]) or None,
+                hashes=split_keys(body.hashes, hidden.shape[0]) or None,
                 done=lambda result: self._soon(self._deliver, arrived, result),
             ),
         )
 
-    def _check_order(self, arrived: _Arrived) -> None:
+    def _check_order(self, arrived: Arrived) -> None:
         """Steps come from several sides. Their ids rise; what is late must not roll back what has moved on."""
         if arrived.body.step_id < self._highest_id:
             raise ServerFailure(f"step {self._highest_id} has come before step {arrived.body.step_id}")
@@ -234,7 +230,7 @@ class ServedSession:
         if self._pushed >= _PUSHED_AT_ONCE or self._pushed_bytes + arrived.nbytes > _PUSHED_BYTES:
             raise Busy(f"{self._pushed} steps were pushed into this session and are not computed yet")
 
-    def _count(self, arrived: _Arrived, sign: int) -> None:
+    def _count(self, arrived: Arrived, sign: int) -> None:
         """A step is under way (1), or is not any more (-1)."""
         self._in_flight += sign
         if arrived.pushed:
@@ -255,7 +251,7 @@ class ServedSession:
             )
         service.engine.extend(session, max_length)  # before the step that follows, the engine keeps the order
 
-    def _deliver(self, arrived: _Arrived, result: StepOutput | LilliputError) -> None:
+    def _deliver(self, arrived: Arrived, result: StepOutput | LilliputError) -> None:
         self._count(arrived, -1)
         self._heard = self._stream.loop.time()
         if self._ended:
@@ -269,7 +265,7 @@ class ServedSession:
         else:
             self._answer(arrived, result)
 
-    def _answer(self, arrived: _Arrived, result: StepOutput, *, unpushed: bool = False) -> None:
+    def _answer(self, arrived: Arrived, result: StepOutput, *, unpushed: bool = False) -> None:
         """Send the outputs to the client."""
         if self._ended:
             return
@@ -286,7 +282,7 @@ class ServedSession:
         )
         self._stream.post(self._number, pb.Message(output=output), result.hidden, self._codec)
 
-    def _push(self, arrived: _Arrived, result: StepOutput) -> None:
+    def _push(self, arrived: Arrived, result: StepOutput) -> None:
         """Send the outputs to the next server's session; if it cannot be reached, to the client after all."""
         pushes = self._service.pushes
         assert pushes is not None
@@ -362,6 +358,11 @@ class ServedSession:
         if channel.congested and self._unsent != unsent:  # it is not read meanwhile, but it reads
             self._heard = loop.time()
         silent = loop.time() - max(self._heard, channel.arriving)
+        if first and not self._in_flight and loop.time() - self._accepted_at >= service.unused_seconds:
+            self.end(
+                SessionExpired(f"the session was closed: no first step in {service.unused_seconds:g} s, only pings")
+            )
+            return
         if silent >= limit and not self._in_flight:
             what = "no first step" if first else "nothing"
             self.end(SessionExpired(f"the session was closed: {what} came for {limit:g} s"))
@@ -375,12 +376,3 @@ class ServedSession:
         """Call on the loop, from any thread. When the server stops, the loop may be gone."""
         with contextlib.suppress(RuntimeError):
             self._stream.loop.call_soon_threadsafe(function, *args)
-
-
-def _split_keys(data: bytes, rows: int) -> list[list[bytes]]:
-    """[rows, n] page keys; empty if there are none."""
-    if len(data) % (KEY_BYTES * rows):
-        raise BadRequest(f"the page keys are not {rows} equal lists of {KEY_BYTES}-byte keys ({GRAIN} tokens each)")
-    keys = [data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES)]
-    each = len(keys) // rows
-    return [keys[i : i + each] for i in range(0, len(keys), each)] if each else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 from lilliput.server.survey import survey
 from lilliput.swarm.loop import new_event_loop
+from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import Span
 
@@ -66,7 +68,7 @@ class Server(hivemind.moe.Server):
         `num_blocks`), where they help the swarm most, and others when those need it more
     :param initial_peers: addresses of servers to join; none starts a new swarm
     :param host_maddrs: where to listen; by default a random port on loopback
-    :param announce_maddrs, identity_path, nat: see `swarm.node.Node.start`
+    :param announce_maddrs, identity_path, nat, relays, swarm_key: see `swarm.node.Node.start`
     :param progress: called with a word about what is being done while the server starts
     """
 
@@ -80,6 +82,8 @@ class Server(hivemind.moe.Server):
         announce_maddrs: Sequence[str] | None = None,
         identity_path: str | None = None,
         nat: bool = False,
+        relays: Sequence[str] | None = None,
+        swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
         options: ServerOptions | None = None,
         progress: Callable[[str], None] = lambda stage: None,
         **overrides: Any,
@@ -99,6 +103,8 @@ class Server(hivemind.moe.Server):
             "announce_maddrs": announce_maddrs,
             "identity_path": identity_path,
             "nat": nat,
+            "relays": relays,
+            "swarm_key": SwarmKey.of(swarm_key),
         }
         self._progress = progress
         self._ready = threading.Event()

@@ -6,14 +6,19 @@ peer's records are signed. New keys are Ed25519; RSA keys, as hivemind makes the
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import tempfile
 from functools import cached_property
+from typing import IO, cast
 
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
+
+from lilliput.errors import BadRequest
 
 #: a public key of at most so many bytes is its own peer id, a longer one's is its hash (libp2p's rule)
 _INLINE_BYTES = 42
@@ -104,3 +109,33 @@ def is_signed(data: bytes, signature: bytes, public_key: bytes) -> bool:
     except Exception:  # an invalid signature, or whatever libraries say to bytes that are no key
         return False
     return True
+
+
+def take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[bytes]]:
+    """An identity, and the file in which the daemon finds it.
+
+    A file that is given is taken for this process alone: two peers with one id break each other's connections.
+    """
+    if path is None:
+        identity, passing = Identity.generate(), tempfile.NamedTemporaryFile(prefix="lilliput-key-")  # noqa: SIM115
+        passing.write(identity.to_bytes())
+        passing.flush()
+        return identity, cast(IO[bytes], passing)
+    name = os.fspath(path)
+    try:
+        if not os.path.exists(name):
+            Identity.generate().write(name)
+        file = open(name, "rb")  # noqa: SIM115 (held as long as the node lives)
+    except OSError as e:
+        raise BadRequest(f"cannot use the identity file {name}: {e.strerror or e}") from e
+    try:
+        identity = Identity.from_bytes(file.read())
+    except (OSError, ValueError) as e:
+        file.close()
+        raise BadRequest(f"{name} is not an identity file") from e
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        file.close()
+        raise BadRequest(f"the identity {name} is in use by another process") from e
+    return identity, file

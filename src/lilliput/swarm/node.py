@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import fcntl
 import logging
 import os
 import random
-import socket
-import tempfile
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from hivemind.dht import DHTNode
+from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.multiaddr import Multiaddr
 
-from lilliput.errors import BadRequest, LilliputError, SwarmError, Unreachable
-from lilliput.swarm.identity import Identity
+from lilliput.errors import Busy, LilliputError, SwarmError, Unauthorized, Unreachable
+from lilliput.swarm.addresses import check_ports_free, checked
+from lilliput.swarm.identity import take_identity
+from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
+from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
-from lilliput.wire.channel import Channel
+from lilliput.wire import lilliput_pb2 as pb
+from lilliput.wire.channel import Channel, error_message, error_of
+from lilliput.wire.protocol import PING
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,12 @@ _ORPHAN_SECONDS = 20.0
 _STOP_SECONDS = 3.0
 #: a fork takes milliseconds
 _FORK_AGAIN_SECONDS = 0.01, 0.1
+#: so many streams may one peer have open here; those of hivemind's own calls are not counted
+MOST_STREAMS = 256
+#: who was refused by all bootstrap peers asks one of them why, for so long (seconds)
+_WHY_SECONDS = 5.0
+#: who has too many is told to come back after so long (seconds)
+_STREAM_WAIT_SECONDS = 1.0
 
 
 class _TolerantSerializer(MSGPackSerializer):
@@ -65,13 +73,18 @@ class Node:
         dht: hivemind's DHT node
         signatures: what signs and checks DHT entries
         peer_id: this peer's id
+        key: of a private swarm; None in a public one
         lease_ends: until when each of this node's DHT entries was last announced (see `directory`)
     """
 
-    def __init__(self, p2p: P2P, dht: DHTNode, signatures: Signatures, identity_file: IO[bytes]) -> None:
+    def __init__(
+        self, p2p: P2P, dht: DHTNode, signatures: Signatures, identity_file: IO[bytes], key: SwarmKey | None
+    ) -> None:
         self.p2p, self.dht, self.signatures = p2p, dht, signatures
         self.peer_id: PeerID = p2p.peer_id
+        self.key = key
         self.lease_ends: dict[tuple[str, str], float] = {}
+        self._streams: Counter[str] = Counter()
         self._identity_file = identity_file
         self._handlers: set[asyncio.Task[Any]] = set()
         self._stopped = False
@@ -86,6 +99,8 @@ class Node:
         identity_path: str | os.PathLike[str] | None = None,
         client_mode: bool = False,
         nat: bool = False,
+        relays: Sequence[str] | None = None,
+        swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
         startup_timeout: float = STARTUP_SECONDS,
     ) -> Node:
         """Start a daemon and join the swarm.
@@ -96,18 +111,22 @@ class Node:
         :param identity_path: file with the private key, made if it does not exist; a new peer id each time without
         :param client_mode: take part in the DHT without storing anything for others
         :param nat: ask the gateway to map the port, find relays, and probe whether we are reachable
+        :param relays: be reachable only through these peers, which must be reachable themselves; if empty, through
+            the initial peers
+        :param swarm_key: of a private swarm, or the file that holds it; only members are spoken to
         :param startup_timeout: seconds that one try to start the daemon may take
 
         Raises `BadRequest` for addresses that make no sense or a port in use, `Unreachable` if no initial peer
-        answers, `SwarmError` if the daemon does not start.
+        answers, `Unauthorized` if they refuse us, `SwarmError` if the daemon does not start.
         """
-        initial_peers = [str(_checked(address, needs_peer=True)) for address in initial_peers]
-        announce = [str(_checked(address, needs_port=True)) for address in announce_maddrs or ()]
+        key = SwarmKey.of(swarm_key)
+        initial_peers = [str(checked(address, needs_peer=True)) for address in initial_peers]
+        announce = [str(checked(address, needs_port=True)) for address in announce_maddrs or ()]
         if host_maddrs is None and not client_mode:
             host_maddrs = LOOPBACK
-        hosts = [str(_checked(address)) for address in host_maddrs or ()]
-        _check_ports_free(hosts)
-        identity, identity_file = _take_identity(identity_path)
+        hosts = [str(checked(address)) for address in host_maddrs or ()]
+        check_ports_free(hosts)
+        identity, identity_file = take_identity(identity_path)
         signatures = Signatures(identity)
         options: dict[str, Any] = {
             "initial_peers": initial_peers or None,
@@ -119,13 +138,17 @@ class Node:
             "dht_mode": "client" if client_mode else "server",
             "auto_nat": nat,
             "nat_port_map": nat,
-            "use_auto_relay": nat and bool(initial_peers),
+            "use_auto_relay": (nat or relays is not None) and bool(initial_peers),
+            "force_reachability": None if relays is None else "private",
+            "trusted_relays": [str(checked(address, needs_peer=True)) for address in relays or ()] or None,
             "idle_timeout": _ORPHAN_SECONDS,
             "startup_timeout": startup_timeout,
         }
         p2p: P2P | None = None
         try:
-            p2p = await _start_daemon(options)
+            p2p = await _start_daemon(options, SealedP2P if key else P2P)
+            if isinstance(p2p, SealedP2P) and key:
+                p2p.key = key
             dht = await DHTNode.create(
                 p2p=p2p,
                 initial_peers=initial_peers or None,
@@ -137,18 +160,23 @@ class Node:
                 cache_on_store=False,
             )
         except BaseException as e:
+            refused: LilliputError | None = None
             if p2p is not None:
+                if isinstance(e, RuntimeError) and "bootstrap failed" in str(e):
+                    refused = await _why_refused(p2p, key, initial_peers)
                 await p2p.shutdown()
             identity_file.close()
-            if isinstance(e, RuntimeError) and "bootstrap failed" in str(e):
-                raise _nobody_answers(initial_peers) from e
+            if isinstance(e, ValidationError):
+                raise SwarmError(f"the swarm does not take us: {e} (set the clocks: timedatectl set-ntp true)") from e
+            if refused is not None:
+                raise refused from e
             raise
         dht.protocol.serializer = _TolerantSerializer
         signatures.guard(dht)
         remove_stale_sockets()
         if identity_path is None:
             identity_file.close()  # and so it is gone; the daemon has read it
-        return cls(p2p, dht, signatures, identity_file)
+        return cls(p2p, dht, signatures, identity_file, key)
 
     async def addresses(self) -> list[str]:
         """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
@@ -158,16 +186,12 @@ class Node:
             return []
 
     async def open(self, peer_id: PeerID | str, handler_name: str, *, within: float = OPEN_SECONDS) -> Channel:
-        """Open a stream to a peer's handler. Raises `Unreachable` naming the peer, after `within` seconds at most."""
+        """Open a stream to a peer's handler. In a private swarm, both ends are members when it is open.
+
+        Raises `Unreachable` naming the peer, after `within` seconds at most, or `Unauthorized` if it refuses us.
+        """
         peer = PeerID.from_base58(peer_id) if isinstance(peer_id, str) else peer_id
-        try:
-            async with asyncio.timeout(within):
-                _, reader, writer = await self.p2p.call_binary_stream_handler(peer, handler_name)
-        except TimeoutError as e:
-            raise Unreachable(f"peer {peer} did not answer within {within:.0f} s", str(peer)) from e
-        except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as e:
-            raise Unreachable(f"cannot reach peer {peer}: {_reason(e)}", str(peer)) from e
-        return Channel(reader, writer, peer=f"peer {peer}")
+        return await _open(self.p2p, self.key, peer, handler_name, within)
 
     async def serve(self, handler_name: str, callback: StreamCallback) -> None:
         """Call `callback(channel, remote_peer_id)` for every stream that a peer opens to `handler_name`.
@@ -179,8 +203,17 @@ class Node:
             task = asyncio.current_task()
             assert task is not None
             self._handlers.add(task)
-            channel = Channel(reader, writer, peer=f"peer {info.peer_id}")
+            peer = str(info.peer_id)
+            self._streams[peer] += 1
+            channel = Channel(reader, writer, peer=f"peer {peer}")
             try:
+                if self._streams[peer] > MOST_STREAMS:
+                    error = Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
+                    channel.post(error_message(error, closed=True))
+                    await channel.hear_out()
+                    raise error
+                if self.key is not None:
+                    await welcome(self.key, channel, handler_name, self.peer_id, info.peer_id)
                 await callback(channel, info.peer_id)
             except LilliputError as e:
                 log.info("%s with %s ended: %s", handler_name, channel.peer, e)
@@ -191,6 +224,9 @@ class Node:
                     raise
             finally:
                 self._handlers.discard(task)
+                self._streams[peer] -= 1
+                if not self._streams[peer]:
+                    del self._streams[peer]
                 channel.close()
 
         await self.p2p.add_binary_stream_handler(handler_name, handle)
@@ -214,10 +250,50 @@ class Node:
         self._identity_file.close()
 
 
-async def _start_daemon(options: dict[str, Any]) -> P2P:
+async def _open(p2p: P2P, key: SwarmKey | None, peer: PeerID, handler_name: str, within: float) -> Channel:
+    try:
+        async with asyncio.timeout(within):
+            _, reader, writer = await p2p.call_binary_stream_handler(peer, handler_name)
+            channel = Channel(reader, writer, peer=f"peer {peer}")
+            if key is not None:
+                try:
+                    await introduce(key, channel, handler_name, p2p.peer_id, peer)
+                except BaseException:
+                    channel.close()
+                    raise
+            return channel
+    except TimeoutError as e:
+        raise Unreachable(f"peer {peer} did not answer within {within:.0f} s", str(peer)) from e
+    except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as e:
+        raise Unreachable(f"cannot reach peer {peer}: {_reason(e)}", str(peer)) from e
+
+
+async def _why_refused(p2p: P2P, key: SwarmKey | None, initial_peers: Sequence[str]) -> LilliputError:
+    """Why no initial peer let us join: they may be gone, or not want us, or not be whom we look for."""
+    why: LilliputError = _nobody_answers(initial_peers)
+    for address in initial_peers:
+        peer = PeerID.from_base58(checked(address)["p2p"])
+        try:
+            channel = await _open(p2p, key, peer, PING, _WHY_SECONDS)
+            await channel.send(pb.Message(ping=pb.Ping()))
+            async with asyncio.timeout(_WHY_SECONDS):
+                received = await channel.receive()
+            channel.close()
+            if received is not None and isinstance(received.body, pb.Error):
+                raise error_of(received.body)
+        except Unauthorized as e:
+            return e
+        except NotAMember as e:
+            why = e
+        except (LilliputError, TimeoutError):
+            continue
+    return why
+
+
+async def _start_daemon(options: dict[str, Any], kind: type[P2P]) -> P2P:
     for attempt in range(1, STARTUP_ATTEMPTS + 1):
         try:
-            return await _create(options)
+            return await _create(options, kind)
         except P2PDaemonError as e:
             remove_stale_sockets()  # a daemon that fails leaves its own behind
             reason = _reason(e)
@@ -238,9 +314,9 @@ async def _start_daemon(options: dict[str, Any]) -> P2P:
     raise AssertionError("unreachable")
 
 
-async def _create(options: dict[str, Any]) -> P2P:
+async def _create(options: dict[str, Any], kind: type[P2P]) -> P2P:
     """`P2P.create`, which leaves its daemon running when cancelled. This does not."""
-    starting = asyncio.ensure_future(_create_in_turn(options))
+    starting = asyncio.ensure_future(_create_in_turn(options, kind))
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
@@ -252,11 +328,11 @@ async def _create(options: dict[str, Any]) -> P2P:
         raise
 
 
-async def _create_in_turn(options: dict[str, Any]) -> P2P:
+async def _create_in_turn(options: dict[str, Any], kind: type[P2P]) -> P2P:
     """`P2P.create` beside those of other event loops in this process, only one of which uvloop lets fork at a time."""
     while True:
         try:
-            return await P2P.create(**options)
+            return await kind.create(**options)
         except RuntimeError as e:
             if "Racing with another loop" not in str(e):
                 raise
@@ -277,70 +353,3 @@ def _reason(error: BaseException) -> str:
         text = text.removeprefix(prefix)
     words = text.split(" ", 2)
     return words[2] if len(words) == 3 and words[0].count("/") == 2 and words[0][:1].isdigit() else text
-
-
-def _checked(address: str, *, needs_peer: bool = False, needs_port: bool = False) -> Multiaddr:
-    example = "/ip4/192.0.2.1/tcp/31337" + ("/p2p/12D3Koo..." if needs_peer else "")
-    try:
-        parsed = Multiaddr(str(address))
-        names = {protocol.name for protocol in parsed.protocols()}
-        if needs_peer:
-            PeerID.from_base58(parsed["p2p"])
-    except Exception as e:  # the parser raises whatever comes to it
-        raise BadRequest(f"{address!r} is not an address such as {example}") from e
-    if not names & {"tcp", "udp", "p2p-circuit"}:
-        raise BadRequest(f"{address!r} names no port; an address looks like {example}")
-    if needs_port and any(name in names and parsed[name] == "0" for name in ("tcp", "udp")):
-        raise BadRequest(f"an announced address needs its real port, not 0: {address!r}")
-    return parsed
-
-
-def _check_ports_free(host_maddrs: Sequence[str]) -> None:
-    """The daemon would share a port that is taken with whoever has it, and get half of its connections."""
-    for text in host_maddrs:
-        address = Multiaddr(text)
-        names = {protocol.name for protocol in address.protocols()}
-        host = address["ip4"] if "ip4" in names else address["ip6"] if "ip6" in names else None
-        kind, port_name = (socket.SOCK_STREAM, "tcp") if "tcp" in names else (socket.SOCK_DGRAM, "udp")
-        port = int(address[port_name]) if port_name in names else 0
-        if host is None or not 0 < port < 65536:
-            continue
-        family = socket.AF_INET6 if "ip6" in names else socket.AF_INET
-        with contextlib.closing(socket.socket(family, kind)) as probe:
-            if kind == socket.SOCK_STREAM:  # connections that linger after a restart are no obstacle
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as e:
-                why = "is in use by another program" if e.errno == errno.EADDRINUSE else f"cannot be used: {e.strerror}"
-                raise BadRequest(f"{text}: port {port} {why}") from e
-
-
-def _take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[bytes]]:
-    """An identity, and the file in which the daemon finds it.
-
-    A file that is given is taken for this process alone: two peers with one id break each other's connections.
-    """
-    if path is None:
-        identity, passing = Identity.generate(), tempfile.NamedTemporaryFile(prefix="lilliput-key-")  # noqa: SIM115
-        passing.write(identity.to_bytes())
-        passing.flush()
-        return identity, cast(IO[bytes], passing)
-    name = os.fspath(path)
-    try:
-        if not os.path.exists(name):
-            Identity.generate().write(name)
-        file = open(name, "rb")  # noqa: SIM115 (held as long as the node lives)
-    except OSError as e:
-        raise BadRequest(f"cannot use the identity file {name}: {e.strerror or e}") from e
-    try:
-        identity = Identity.from_bytes(file.read())
-    except (OSError, ValueError) as e:
-        file.close()
-        raise BadRequest(f"{name} is not an identity file") from e
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        file.close()
-        raise BadRequest(f"the identity {name} is in use by another process") from e
-    return identity, file

@@ -235,8 +235,48 @@ class Backward(_message.Message):
     codec: str
     def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
 
+class Hello(_message.Message):
+    __slots__ = ("token",)
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    def __init__(self, token: _Optional[bytes] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+
+class Sealed(_message.Message):
+    __slots__ = ("token", "body")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    token: bytes
+    body: bytes
+    def __init__(self, token: _Optional[bytes] = ..., body: _Optional[bytes] = ...) -> None: ...
+
+class DialBack(_message.Message):
+    __slots__ = ("addresses",)
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Dialled(_message.Message):
+    __slots__ = ("addresses", "outcomes", "seen_at", "time", "version")
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_AT_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    outcomes: _containers.RepeatedScalarFieldContainer[str]
+    seen_at: str
+    time: float
+    version: str
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., outcomes: _Optional[_Iterable[str]] = ..., seen_at: _Optional[str] = ..., time: _Optional[float] = ..., version: _Optional[str] = ...) -> None: ...
+
 class Message(_message.Message):
-    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "leaving", "push", "taken", "session", "tensors")
+    __slots__ = ("open", "info", "step", "output", "ping", "pong", "close", "error", "forward", "backward", "leaving", "push", "taken", "hello", "welcome", "dial_back", "dialled", "session", "tensors")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     INFO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +290,10 @@ class Message(_message.Message):
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     PUSH_FIELD_NUMBER: _ClassVar[int]
     TAKEN_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    DIAL_BACK_FIELD_NUMBER: _ClassVar[int]
+    DIALLED_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     open: Open
@@ -265,6 +309,10 @@ class Message(_message.Message):
     leaving: Leaving
     push: Push
     taken: Taken
+    hello: Hello
+    welcome: Welcome
+    dial_back: DialBack
+    dialled: Dialled
     session: int
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., info: _Optional[_Union[Info, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., output: _Optional[_Union[Output, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., pong: _Optional[_Union[Pong, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., forward: _Optional[_Union[Forward, _Mapping]] = ..., backward: _Optional[_Union[Backward, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., push: _Optional[_Union[Push, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., dial_back: _Optional[_Union[DialBack, _Mapping]] = ..., dialled: _Optional[_Union[Dialled, _Mapping]] = ..., session: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...

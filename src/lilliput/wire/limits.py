@@ -22,6 +22,9 @@ DEFAULT_LIMITS = Limits()
 FIRST_STEP_SECONDS = 10.0
 #: nothing heard from the client for this long: the session is closed (seconds)
 SESSION_IDLE_SECONDS = 30.0
+#: pings alone keep a session that was accepted and never stepped for so long (seconds); a prompt may take its time in
+#: the servers before
+UNUSED_SECONDS = 300.0
 #: clients ping at this fraction of the idle time
 PING_FRACTION = 1 / 3
 #: random bytes that let another server push steps into a session

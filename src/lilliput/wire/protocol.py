@@ -12,3 +12,5 @@ BACKWARD = "lilliput.rpc_backward"
 PING = "lilliput.rpc_ping"
 #: Push..., each answered by Taken: from one server to the sessions of another
 PUSH = "lilliput.rpc_push"
+#: DialBack -> Dialled: whether a peer can be reached from outside
+DIAL_BACK = "lilliput.rpc_dial_back"
