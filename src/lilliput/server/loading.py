@@ -50,7 +50,14 @@ def load(
         torch.set_num_threads(options.threads)
     keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
-    span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
+    span = Span.load(
+        files,
+        start,
+        end,
+        dtype=DTYPES[options.dtype],
+        quantize=options.quantize,
+        cache_dtype=torch.int8 if options.cache_dtype == "int8" else None,
+    )
     cache_tokens = options.cache_tokens or _default_cache_tokens(span)
     pages = max(1, cache_tokens // _PAGE_SIZE)
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
