@@ -63,6 +63,12 @@ def serve(
     nat: Nat = False,
     relay: Relay = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quantize: Annotated[
+        str | None, typer.Option(help="int8 or int4: keep the weights in fewer bits.", show_default="no")
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="int8: keep the attention cache in 8 bits.", show_default="as --dtype")
+    ] = None,
     cache_tokens: Annotated[
         int | None, typer.Option(min=32, help="Attention cache, in tokens.", show_default="a quarter of free memory")
     ] = None,
@@ -140,6 +146,8 @@ def serve(
                 relays=relay or None,
                 swarm_key=swarm_key or None,
                 dtype=dtype,
+                quantize=quantize,
+                cache_dtype=cache_dtype,
                 cache_tokens=cache_tokens,
                 max_length=max_length,
                 threads=threads,
@@ -248,7 +256,7 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         for name, nbytes in facts["adapters"].items():
             typer.echo(f"Adapter {name}: {nbytes / (1 << 20):.1f} MiB for these blocks.")
         typer.echo(
-            f"Serving blocks {start}:{end} of {facts['model']} in {server.options.dtype}, with cache for "
+            f"Serving blocks {start}:{end} of {facts['model']} in {server.options.precision}, with cache for "
             f"{facts['cache_tokens']:,} tokens. Ctrl-C or `lilliput drain {os.getpid()}` stops it. "
             "Others join with one of"
         )

@@ -47,15 +47,28 @@ class AttentionShape:
 _TILE = 64
 
 
+#: a slot of an int8 cache ends with its scale, a float32
+_SCALE_BYTES = 4
+
+
+def slot_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Bytes of one token's keys, or values, of one head in the cache."""
+    return shape.cache_dim * dtype.itemsize + (_SCALE_BYTES if dtype == torch.int8 else 0)
+
+
 def new_pool(shape: AttentionShape, pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched."""
-    return torch.empty(pages, 2 * shape.kv_heads, page_size, shape.cache_dim, dtype=dtype)
+    """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched.
+
+    For int8, slots are `_SCALE_BYTES` wider. A slot of zeros is zeros in every dtype.
+    """
+    width = slot_bytes(shape, dtype) // dtype.itemsize
+    return torch.empty(pages, 2 * shape.kv_heads, page_size, width, dtype=dtype)
 
 
 def write(pool: torch.Tensor, batch: PackedBatch, key: torch.Tensor, value: torch.Tensor) -> None:
     """Put new keys `[tokens, kv_heads, key_dim]` and values into their slots."""
     if key.shape[-1] != value.shape[-1]:
-        width = pool.shape[-1]
+        width = max(key.shape[-1], value.shape[-1])
         key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (key, value))
     write_joined(pool, batch, torch.cat([key, value], dim=1))
 
@@ -63,7 +76,22 @@ def write(pool: torch.Tensor, batch: PackedBatch, key: torch.Tensor, value: torc
 def write_joined(pool: torch.Tensor, batch: PackedBatch, both: torch.Tensor) -> None:
     """Put keys and values, `[tokens, 2 * kv_heads, cache_dim]` with keys' heads first, into their slots."""
     heads = pool.shape[1]
+    if pool.dtype == torch.int8:
+        both = _to_int8(both)
     pool.view(-1, pool.shape[-1])[batch.write_index(heads)] = both
+
+
+def _to_int8(values: torch.Tensor) -> torch.Tensor:
+    """[..., dim] -> int8 [..., dim + _SCALE_BYTES], each with a scale of its own."""
+    values = values.float()
+    scales = values.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-30) / 127
+    return torch.cat([(values / scales).round_().to(torch.int8), scales.view(torch.int8)], dim=-1)
+
+
+def _from_int8(slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What `_to_int8` was given, but for rounding."""
+    scales = slots[..., -_SCALE_BYTES:].contiguous().view(torch.float32)
+    return slots[..., :-_SCALE_BYTES].to(dtype).mul_(scales.to(dtype))
 
 
 def paged(query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, shape: AttentionShape) -> torch.Tensor:
@@ -108,12 +136,14 @@ def dense(
 
 
 def _gather(
-    pool: torch.Tensor, batch: PackedBatch, pages: torch.Tensor, shape: AttentionShape
+    pool: torch.Tensor, batch: PackedBatch, pages: torch.Tensor, shape: AttentionShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of some rows: two of [rows * kv_heads, pages * page_size, dim]."""
+    """Keys and values of some rows, in `dtype`: two of [rows * kv_heads, pages * page_size, dim]."""
     size = pool.shape[2] * pool.shape[3]
     index = batch.gather_index(pages, shape.kv_heads)
     both = pool.view(-1, size).index_select(0, index).view(2, pages.shape[0] * shape.kv_heads, -1, pool.shape[3])
+    if pool.dtype == torch.int8:
+        both = _from_int8(both, dtype)
     key, value = both[0], both[1]
     if shape.key_dim != shape.value_dim:
         key, value = key[..., : shape.key_dim], value[..., : shape.value_dim]
@@ -125,7 +155,7 @@ def _decode(
 ) -> torch.Tensor:
     # Grouped queries are folded into the batch: two batched products per block, whatever the number of rows.
     rows = query.shape[0]
-    key, value = _gather(pool, batch, group.pages, shape)
+    key, value = _gather(pool, batch, group.pages, shape, query.dtype)
     bias = batch.decode_bias(group, shape.kv_heads, shape.window, query.dtype)
     folded = query.reshape(rows * shape.kv_heads, -1, shape.key_dim)
     if shape.plain:
@@ -141,7 +171,7 @@ def _chunk(
     query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, chunk: Chunk, shape: AttentionShape
 ) -> torch.Tensor:
     length = chunk.start + chunk.tokens
-    key, value = _gather(pool, batch, chunk.pages, shape)
+    key, value = _gather(pool, batch, chunk.pages, shape, query.dtype)
     key, value = (x[:, :length].view(chunk.rows, shape.kv_heads, 1, length, -1) for x in (key, value))
     grouped = query.view(chunk.rows, chunk.tokens, shape.kv_heads, -1, shape.key_dim).permute(0, 2, 3, 1, 4)
     windowed = shape.window is not None and shape.window < length

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lilliput.models import attention
+from lilliput.models import attention, quantization
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import PackedBatch
-from lilliput.models.linear import PackedLinear
+from lilliput.models.linear import FrozenLinear, PackedLinear
 from lilliput.models.lora import Deltas
+from lilliput.models.quantization import QuantizedModule
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,15 +58,9 @@ class FusedBlock:
         self.shape, self.index = shape, index
         self.norm_in = RMSNorm(_part(block, "input_layernorm"))
         self.norm_mlp = RMSNorm(_part(block, "post_attention_layernorm"))
-        self.qkv = PackedLinear.joined(*(_linear(attn, name) for name in ("q_proj", "k_proj", "v_proj")))
-        out, gate, up, down = (
-            _linear(owner, name)
-            for owner, name in ((attn, "o_proj"), (mlp, "gate_proj"), (mlp, "up_proj"), (mlp, "down_proj"))
-        )
-        self.out = PackedLinear(out.weight, out.bias)
-        self.gate = PackedLinear(gate.weight, gate.bias)
-        self.up = PackedLinear(up.weight, up.bias)
-        self.down = PackedLinear(down.weight, down.bias)
+        self.qkv = _linear(attn, "q_proj", "k_proj", "v_proj")
+        self.out = _linear(attn, "o_proj")
+        self.gate, self.up, self.down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
         self.norm_q = RMSNorm(attn.q_norm) if hasattr(attn, "q_norm") else None
         self.norm_k = RMSNorm(attn.k_norm) if hasattr(attn, "k_norm") else None
 
@@ -181,8 +176,11 @@ def _part(owner: nn.Module, name: str) -> Any:
     return part
 
 
-def _linear(owner: nn.Module, name: str) -> nn.Linear:
-    part = _part(owner, name)
-    if type(part) is not nn.Linear:
-        raise NotLlamaShaped(name)
-    return part
+def _linear(owner: nn.Module, *names: str) -> FrozenLinear:
+    """A layer, or several of the same input as one with their outputs side by side."""
+    parts = [_part(owner, name) for name in names]
+    if all(type(part) is nn.Linear for part in parts):
+        return PackedLinear.joined(*parts)
+    if all(type(part) is QuantizedModule for part in parts):
+        return quantization.joined(parts)
+    raise NotLlamaShaped(", ".join(names))  # perhaps some are quantized, and some have shapes that cannot be

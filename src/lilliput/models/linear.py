@@ -8,6 +8,8 @@ registers. Where torch lacks them (other devices, other dtypes), the plain opera
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +24,54 @@ def _kernels() -> Any:
     return ops if torch.backends.mkldnn.is_available() and all(hasattr(ops, name) for name in names) else None
 
 
-class PackedLinear:
-    """`x @ weight.T + bias` for frozen weights, differentiable in `x`.
+class FrozenLinear(ABC):
+    """`x @ weight.T + bias` for weights that do not change, differentiable in `x`.
+
+    :ivar bias: [out] or None
+    """
+
+    out_features: int
+    in_features: int
+    bias: torch.Tensor | None
+
+    @abstractmethod
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out], not differentiable."""
+
+    @abstractmethod
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """grad @ weight: [..., out] -> [..., in]"""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Differentiable.apply(x, self)
+        return self.compute(x)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(linear(x))"""
+        return F.silu(self(x))
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """linear(x) * other"""
+        return self(x) * other
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """linear(x) + other"""
+        return self(x) + other
+
+
+def joined_bias(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
+    """The bias of layers side by side, of which some may have none."""
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat(
+        [torch.zeros(n, dtype=dtype) if bias is None else bias.detach() for bias, n in zip(biases, sizes, strict=True)]
+    )
+
+
+class PackedLinear(FrozenLinear):
+    """A linear layer in the dtype of its weights.
 
     :param weight: [out, in]; may be given up by the caller, a packed layer keeps its own copy only
     :param bias: [out] or None
@@ -48,40 +96,28 @@ class PackedLinear:
     def joined(cls, *layers: nn.Linear) -> PackedLinear:
         """Several layers of the same input as one, outputs side by side."""
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias for layer in layers]
-        if all(bias is None for bias in biases):
-            return cls(weight)
-        parts = [
-            torch.zeros(layer.out_features, dtype=weight.dtype) if bias is None else bias.detach()
-            for layer, bias in zip(layers, biases, strict=True)
-        ]
-        return cls(weight, torch.cat(parts))
+        sizes = [layer.out_features for layer in layers]
+        return cls(weight, joined_bias([layer.bias for layer in layers], sizes, weight.dtype))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
-        if torch.is_grad_enabled() and x.requires_grad:
-            return _Differentiable.apply(x, self)
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
             return self._ops._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return F.linear(x, self._weight, self.bias)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(linear(x))"""
         if self._packed is not None and not (torch.is_grad_enabled() and x.requires_grad):
             return self._ops._linear_pointwise(x, self._packed, self.bias, "swish", [], "")
-        return F.silu(self(x))
+        return super().silu(x)
 
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """linear(x) * other"""
         if self._packed is not None and not (torch.is_grad_enabled() and x.requires_grad):
             return self._ops._linear_pointwise.binary(x, other, self._packed, self.bias, "mul")
-        return self(x) * other
+        return super().times(x, other)
 
     def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """linear(x) + other"""
         if self._packed is not None and not (torch.is_grad_enabled() and x.requires_grad):
             return self._ops._linear_pointwise.binary(x, other, self._packed, self.bias, "add")
-        return self(x) + other
+        return super().plus(x, other)
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """grad @ weight. The transposed layout is made at the first call: only servers that train pay for it."""
@@ -95,10 +131,10 @@ class PackedLinear:
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: PackedLinear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: FrozenLinear) -> torch.Tensor:
         ctx.layer = layer
         with torch.no_grad():
-            return layer(x.detach())
+            return layer.compute(x.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

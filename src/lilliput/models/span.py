@@ -6,7 +6,7 @@ rows without caches, differentiable, for training and scoring. Either runs any p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AutoModel, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lilliput.errors import MissingAdapter, ModelError, UnsupportedModel
-from lilliput.models import attention
+from lilliput.models import attention, quantization
 from lilliput.models.adapters import read_adapter
 from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import Chunk, PackedBatch
@@ -35,6 +35,8 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e
 _TRIAL_SCALE = 0.02
 #: far above all rounding through many blocks, far below what it makes to mistake one row for another
 _PACKING_TOLERANCE = 0.25
+#: blocks that are quantized are read in parts of so many bytes, or one by one if a block is larger
+_PART_BYTES = 128 << 20
 
 
 class Span:
@@ -45,10 +47,19 @@ class Span:
     :ivar adapters: those that were added, by name
     """
 
-    def __init__(self, model: PreTrainedModel, start: int, end: int, *, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        start: int,
+        end: int,
+        *,
+        cache_dtype: torch.dtype | None = None,
+        fuse: bool = True,
+    ) -> None:
         self._base: Any = base_of(model)
         self.start, self.end = start, end
         self.dtype: torch.dtype = model.dtype
+        self.cache_dtype = cache_dtype or self.dtype
         self.config = self._base.config
         self.hidden_size: int = self.config.hidden_size
         blocks = blocks_of(model)
@@ -64,10 +75,30 @@ class Span:
         self._try_out(blocks, fuse)
 
     @classmethod
-    def load(cls, files: ModelFiles, start: int, end: int, *, dtype: torch.dtype, fuse: bool = True) -> Span:
-        """Read blocks `[start, end)` of a model's files, and nothing else."""
-        model = load_with_holes(files, AutoModel, keep_span(start, end), (start, end), dtype=dtype, attention=ATTENTION)
-        return cls(model, start, end, fuse=fuse)
+    def load(
+        cls,
+        files: ModelFiles,
+        start: int,
+        end: int,
+        *,
+        dtype: torch.dtype,
+        quantize: str | None = None,
+        cache_dtype: torch.dtype | None = None,
+        fuse: bool = True,
+    ) -> Span:
+        """Read blocks `[start, end)` of a model's files, and nothing else.
+
+        :param quantize: None, or one of `quantization.KINDS`: the weights of linear layers
+        :param cache_dtype: `dtype` by default, or int8, with a scale for each head and token
+        """
+        quantization.check(quantize)
+
+        def read(start: int, end: int) -> PreTrainedModel:
+            part, punch = (start, end), keep_span(start, end)
+            return load_with_holes(files, AutoModel, punch, part, dtype=dtype, attention=ATTENTION)
+
+        model = read(start, end) if quantize is None else _read_in_parts(read, start, end, quantize)
+        return cls(model, start, end, cache_dtype=cache_dtype, fuse=fuse)
 
     @property
     def fused(self) -> bool:
@@ -104,11 +135,11 @@ class Span:
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of attention cache for one token of one row through the whole span."""
-        return sum(2 * s.kv_heads * s.cache_dim for s in self.shapes.values()) * self.dtype.itemsize
+        return sum(2 * s.kv_heads * attention.slot_bytes(s, self.cache_dtype) for s in self.shapes.values())
 
     def new_pools(self, pages: int, page_size: int) -> Pools:
         """The caches of all blocks. Memory is taken by the system as pages are first used."""
-        return {i: attention.new_pool(shape, pages, page_size, self.dtype) for i, shape in self.shapes.items()}
+        return {i: attention.new_pool(shape, pages, page_size, self.cache_dtype) for i, shape in self.shapes.items()}
 
     @torch.inference_mode()
     def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
@@ -234,6 +265,21 @@ def _linear_layers(block: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             sizes = module.nx, module.nf
         if isinstance(sizes[0], int) and isinstance(sizes[1], int):
             yield path, (sizes[0], sizes[1])
+
+
+def _read_in_parts(read: Callable[[int, int], PreTrainedModel], start: int, end: int, quantize: str) -> PreTrainedModel:
+    """Blocks `[start, end)`, of which only a few at a time are there in 16 bits."""
+    model = read(start, start + 1)
+    blocks = blocks_of(model)
+    size = sum(parameter.nbytes for parameter in blocks[start].parameters())
+    many = max(1, _PART_BYTES // max(1, size))
+    quantization.quantize(blocks[start], quantize)
+    for begin in range(start + 1, end, many):
+        part = blocks_of(read(begin, min(begin + many, end)))
+        for index in range(begin, min(begin + many, end)):
+            quantization.quantize(part[index], quantize)
+            blocks[index] = part[index]
+    return model
 
 
 def _agrees(block: FusedBlock, trial: Trial, tolerance: float) -> bool:

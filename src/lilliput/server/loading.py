@@ -68,7 +68,14 @@ def load(
         torch.set_num_threads(options.threads)
     keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
-    span = Span.load(files, start, end, dtype=DTYPES[options.dtype])
+    span = Span.load(
+        files,
+        start,
+        end,
+        dtype=DTYPES[options.dtype],
+        quantize=options.quantize,
+        cache_dtype=torch.int8 if options.cache_dtype == "int8" else None,
+    )
     for name, folder in options.adapters.items():
         progress(f"reading the adapter {name}")
         span.add_adapter(name, folder)

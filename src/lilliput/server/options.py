@@ -18,6 +18,8 @@ class ServerOptions:
     """How a server behaves. Defaults suit a private swarm on one machine or one network.
 
     :ivar dtype: float32, bfloat16 or float16
+    :ivar quantize: None, int8 or int4: the weights of linear layers
+    :ivar cache_dtype: of the attention cache: None, which is `dtype`, or int8
     :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
     :ivar max_length: tokens per row that a session may ask for; by default what the model was made for
     :ivar threads: of the processor, for the engine; by default all, in turns with other servers of this machine
@@ -33,6 +35,8 @@ class ServerOptions:
     """
 
     dtype: str = "bfloat16"
+    quantize: str | None = None
+    cache_dtype: str | None = None
     cache_tokens: int | None = None
     max_length: int | None = None
     max_step_tokens: int = 4096
@@ -51,3 +55,8 @@ class ServerOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)
     num_blocks: int | None = None
     rebalance_seconds: float = REBALANCE_SECONDS
+
+    @property
+    def precision(self) -> str:
+        """Of the weights, in a word."""
+        return self.quantize or self.dtype

@@ -22,6 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from lilliput.errors import Draining, LilliputError, ModelError
+from lilliput.models import quantization
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
@@ -92,6 +93,11 @@ class Server(hivemind.moe.Server):
         self.options = replace(options or ServerOptions(), **overrides)
         if self.options.dtype not in DTYPES:
             raise ModelError(f"unknown dtype {self.options.dtype!r}; known are {', '.join(DTYPES)}")
+        quantization.check(self.options.quantize)
+        if self.options.cache_dtype not in (None, self.options.dtype, "int8"):
+            raise ModelError(
+                f"the cache is kept in {self.options.dtype} or in int8, not in {self.options.cache_dtype!r}"
+            )
         self.model = model
         self.blocks: Span = _NONE if blocks is None else (int(blocks[0]), int(blocks[1]))
         self._chooses = blocks is None
@@ -329,7 +335,7 @@ class Server(hivemind.moe.Server):
             loaded.service,
             fingerprint=loaded.files.fingerprint,
             model_blocks=loaded.model_blocks,
-            dtype=options.dtype,
+            dtype=options.precision,
             throughput=loaded.throughput,
             addresses=self.addresses,
             lease_seconds=options.lease_seconds,

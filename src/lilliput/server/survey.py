@@ -50,7 +50,7 @@ class Outlook:
             start=0,
             end=self.length,
             state="joining",
-            dtype=options.dtype,
+            dtype=options.precision,
             started_at=started_at,
             addresses=tuple(addresses),
         )
@@ -73,7 +73,9 @@ def _fitting(facts: ModelFacts, options: ServerOptions) -> int:
     import psutil
 
     memory = int(psutil.virtual_memory().available * _MEMORY_SHARE)
-    fitting = blocks_that_fit(facts, options.dtype, None, memory, options.cache_tokens or _LEAST_CACHE_TOKENS)
+    fitting = blocks_that_fit(
+        facts, options.dtype, options.quantize, memory, options.cache_tokens or _LEAST_CACHE_TOKENS
+    )
     if not fitting:
         raise ModelError(
             f"not one block of {facts.name} fits into the {memory / 1e9:.1f} GB of memory that may be used here; "

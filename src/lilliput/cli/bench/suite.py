@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from lilliput.cli.bench import wide_area
+from lilliput.cli.bench import quality, wide_area
 from lilliput.cli.bench.loading import loading
 from lilliput.cli.bench.recovery import recovery
 from lilliput.cli.bench.reference import Reference
@@ -73,6 +73,9 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     if wanted("a hop"):
         _say("what a hop adds")
         report.add(_hop(rounds))
+    if "quality" in only:  # takes minutes, and asks for memory
+        _say("quality of fewer bits")
+        report.figures.extend(quality.measure(report.model, rounds))
     if wanted("wide-area"):
         _say("a wide-area network")
         codec = _codec(report.dtype)

@@ -1,0 +1,189 @@
+"""Weights of 8 and 4 bits, and caches of 8: against what they stand for, and against 16 and 32 bits."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from test_families import save_random
+from torch import nn
+from transformers import AutoModel
+
+from lilliput.engine.engine import Engine
+from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.errors import ModelError
+from lilliput.models import quantization
+from lilliput.models.call import ATTENTION
+from lilliput.models.holes import blocks_of, keep_span, load_with_holes
+from lilliput.models.quantization import KINDS, Int4Linear, Int8Linear, QuantizedLinear, QuantizedModule
+from lilliput.models.sources import ModelFiles, resolve
+from lilliput.models.span import Span
+
+CLASSES = {"int8": Int8Linear, "int4": Int4Linear}
+#: relative to what the exact weights give: random ones are the hardest there are
+ERROR = {"int8": 0.015, "int4": 0.12}
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def make(kind: str, rows: int = 192, columns: int = 96, *, bias: bool = True) -> tuple[QuantizedLinear, torch.Tensor]:
+    torch.manual_seed(rows + columns)
+    weight = torch.randn(rows, columns)
+    return CLASSES[kind].of(weight, torch.randn(rows) if bias else None), weight
+
+
+def test_the_codes_stand_for_nearly_the_weights(kind: str) -> None:
+    layer, weight = make(kind)
+    assert difference(layer.dequantized(), weight) < ERROR[kind]
+
+
+@pytest.mark.parametrize("rows", [192, 80])  # 80: the 4-bit kernel's packing cannot be read back
+@pytest.mark.parametrize("tokens", [1, 3, 12, 200])
+def test_few_tokens_and_many_are_multiplied_with_the_same_weights(kind: str, rows: int, tokens: int) -> None:
+    layer, _ = make(kind, rows)
+    x = torch.randn(2, tokens, 96)
+    assert difference(layer(x), x @ layer.dequantized().t() + layer.bias) < 0.01  # type: ignore[operator]
+    assert layer(x).dtype == torch.float32
+
+
+def test_layers_side_by_side_are_one_layer(kind: str) -> None:
+    parts = [make(kind, 64)[0], make(kind, 80, bias=False)[0], make(kind, 192)[0]]
+    x = torch.randn(5, 96)
+    joined = quantization.joined([QuantizedModule(part) for part in parts])
+    assert difference(joined(x), torch.cat([part(x) for part in parts], dim=-1)) < 1e-6
+    assert difference(joined.dequantized(), torch.cat([part.dequantized() for part in parts])) == 0
+
+
+def test_gradients_are_those_of_the_weights_that_the_codes_stand_for(kind: str) -> None:
+    layer, _ = make(kind)
+    x, grad = torch.randn(2, 7, 96, requires_grad=True), torch.randn(2, 7, 192)
+    layer(x).backward(grad)
+    assert x.grad is not None
+    assert difference(x.grad, grad @ layer.dequantized()) < 1e-5
+
+
+def test_a_group_of_equal_numbers_keeps_them(kind: str) -> None:
+    weight = torch.full((64, 64), 0.37)
+    weight[0] = 0.0
+    assert difference(CLASSES[kind].of(weight, None).dequantized(), weight) < 0.005
+
+
+def test_layers_that_no_kernel_takes_stay_as_they_are(kind: str) -> None:
+    block = nn.ModuleDict({"odd": nn.Linear(100, 64), "narrow": nn.Linear(64, 5), "good": nn.Linear(64, 32)})
+    quantization.quantize(block, kind)
+    assert [type(child) for child in block.children()] == [nn.Linear, nn.Linear, QuantizedModule]
+
+
+def test_what_there_is_not_is_refused(tiny_llama: Path) -> None:
+    files = resolve(str(tiny_llama))
+    with pytest.raises(ModelError, match=r"int3.*int8, int4"):
+        Span.load(files, 0, 1, dtype=torch.float32, quantize="int3")
+    with pytest.raises(ModelError, match="CUDA"):
+        Span.load(files, 0, 1, dtype=torch.float32, quantize="nf4")
+
+
+# ---- spans ----
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "phi3", "mixtral"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    folder = tmp_path_factory.mktemp("quantized")
+    save_random(next(family for family in FAMILIES if family.name == request.param), folder)
+    return resolve(str(folder))
+
+
+def run(engine: Engine, session: CacheSession, hidden: torch.Tensor) -> torch.Tensor:
+    done: Future[object] = Future()
+    engine.submit(session, Step(hidden, done=done.set_result))
+    output = done.result(60)
+    assert isinstance(output, StepOutput), output
+    return output.hidden
+
+
+def generated(span: Span, hidden: torch.Tensor) -> torch.Tensor:
+    """A prefix and single tokens through an engine."""
+    engine = Engine(span, pages=8, page_size=16)
+    engine.start()
+    try:
+        session = engine.open(span.start, span.end, rows=1, max_length=hidden.shape[1]).result()
+        parts = [
+            run(engine, session, hidden[:, :20]),
+            *(run(engine, session, hidden[:, i : i + 1]) for i in range(20, 24)),
+        ]
+        engine.close(session).result()
+        assert engine.pool.used == 0
+    finally:
+        engine.stop()
+    return torch.cat(parts, dim=1)
+
+
+def test_a_quantized_span_computes_with_the_weights_its_codes_stand_for(files: ModelFiles, kind: str) -> None:
+    span = Span.load(files, 1, 4, dtype=torch.float32, quantize=kind)
+    # the same model with the rounded weights, in float32
+    model = load_with_holes(files, AutoModel, keep_span(1, 4), (1, 4), dtype=torch.float32, attention=ATTENTION)
+    count = 0
+    for block in list(blocks_of(model))[1:4]:
+        quantization.quantize(block, kind)
+        for owner in list(block.modules()):
+            for name, child in list(owner.named_children()):
+                if isinstance(child, QuantizedModule):
+                    setattr(owner, name, as_linear(child.layer))
+                    count += 1
+    assert count >= 3 * 4
+    rounded = Span(model, 1, 4)
+    assert rounded.fused == span.fused
+    torch.manual_seed(1)
+    hidden = torch.randn(1, 24, span.hidden_size)
+    assert (
+        difference(generated(span, hidden) - hidden, generated(rounded, hidden) - hidden) < 0.02
+    )  # the kernels' bfloat16
+    exact = Span.load(files, 1, 4, dtype=torch.float32)
+    assert difference(generated(exact, hidden) - hidden, generated(rounded, hidden) - hidden) > 0.005
+    assert difference(span.dense(hidden, 1, 4), rounded.dense(hidden, 1, 4)) < 0.02
+
+
+def as_linear(layer: QuantizedLinear) -> nn.Linear:
+    linear = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    linear.weight.data = layer.dequantized()
+    if layer.bias is not None:
+        linear.bias.data = layer.bias
+    return linear.requires_grad_(False)
+
+
+def test_a_cache_of_8_bits_is_nearly_the_cache(files: ModelFiles) -> None:
+    exact = Span.load(files, 1, 4, dtype=torch.float32)
+    span = Span.load(files, 1, 4, dtype=torch.float32, cache_dtype=torch.int8)
+    assert span.cache_bytes_per_token < 0.4 * exact.cache_bytes_per_token
+    torch.manual_seed(1)
+    hidden = torch.randn(1, 24, span.hidden_size)
+    error = difference(generated(span, hidden) - hidden, generated(exact, hidden) - hidden)
+    assert 0 < error < 0.03
+
+
+def test_only_a_part_of_a_span_is_ever_there_in_full(
+    files: ModelFiles, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+
+    def punch(start: int, end: int):  # type: ignore[no-untyped-def]
+        read.append(end - start)
+        return keep_span(start, end)
+
+    monkeypatch.setattr("lilliput.models.span.keep_span", punch)
+    monkeypatch.setattr("lilliput.models.span._PART_BYTES", 1)
+    in_parts = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
+    assert read == [1, 1, 1, 1]
+    monkeypatch.undo()
+    hidden = torch.randn(1, 24, in_parts.hidden_size)
+    at_once = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
+    assert difference(in_parts.dense(hidden, 0, 4), at_once.dense(hidden, 0, 4)) < 1e-5
