@@ -1,4 +1,4 @@
-"""A model as its config.json describes it, before any of its weights are read: its sizes, and a block to measure."""
+"""A block as a model's config.json describes it, to be measured before any weights are read."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import copy
 import torch
 from transformers import AutoModel
 
-from lilliput.errors import ModelError
+from lilliput.models import quantization
 from lilliput.models.call import ATTENTION
-from lilliput.models.facts import ModelFacts, describe
 from lilliput.models.families import family_of
-from lilliput.models.holes import building, keep_span, read_config
+from lilliput.models.holes import blocks_of, building, keep_span, read_config
 from lilliput.models.sources import ModelFiles
 from lilliput.models.span import Span
 
@@ -19,20 +18,7 @@ from lilliput.models.span import Span
 _WEIGHT = 0.01
 
 
-def facts_of(files: ModelFiles) -> ModelFacts:
-    """A model's sizes. Raises `ModelError`."""
-    config = read_config(files)
-    family_of(config)
-    try:
-        with building(), torch.device("meta"):
-            model = AutoModel.from_config(config)
-    except (ValueError, KeyError, ImportError, AttributeError) as e:
-        raise ModelError(f"transformers cannot build {files.name}: {e}") from e
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    return describe(files.name, config.to_dict(), shapes)
-
-
-def sample_span(files: ModelFiles, *, dtype: torch.dtype) -> Span:
+def sample_span(files: ModelFiles, *, dtype: torch.dtype, quantize: str | None = None) -> Span:
     """A span of the model's first block as its config.json describes it. Only that file is read.
 
     Raises `ModelError`, or whatever a family's code stumbles over.
@@ -52,4 +38,6 @@ def sample_span(files: ModelFiles, *, dtype: torch.dtype) -> Span:
             tensor.data.fill_(_WEIGHT)
         else:
             tensor.data.zero_()
+    if quantize is not None:
+        quantization.quantize(blocks_of(model)[0], quantize)
     return Span(model.eval().requires_grad_(False), 0, 1)

@@ -12,7 +12,7 @@ from lilliput.engine.probe import throughput
 from lilliput.errors import ModelError
 from lilliput.models.facts import ModelFacts
 from lilliput.models.plan import blocks_that_fit
-from lilliput.models.sample import facts_of, sample_span
+from lilliput.models.sample import sample_span
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.server.loading import DTYPES
 from lilliput.server.options import ServerOptions
@@ -62,8 +62,8 @@ def survey(model: str | ModelFiles, options: ServerOptions, progress: Callable[[
     Raises `ModelError`, also if not one block fits.
     """
     progress("finding the model")
-    files = model if isinstance(model, ModelFiles) else resolve(model)
-    facts = facts_of(files)
+    files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
+    facts = files.facts()
     progress("measuring this machine")
     length = options.num_blocks or _fitting(facts, options)
     return Outlook(files, len(facts.blocks), min(length, len(facts.blocks)), _block_rate(files, options))
@@ -86,7 +86,7 @@ def _fitting(facts: ModelFacts, options: ServerOptions) -> int:
 
 def _block_rate(files: ModelFiles, options: ServerOptions) -> float | None:
     try:
-        span = sample_span(files, dtype=DTYPES[options.dtype])
+        span = sample_span(files, dtype=DTYPES[options.dtype], quantize=options.quantize)
         engine = Engine(span, pages=_SAMPLE_PAGES, page_size=_PAGE_SIZE, take_turns=not options.threads)
         engine.start()
         try:
