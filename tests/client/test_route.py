@@ -219,6 +219,6 @@ def test_guarded_blocks_are_computed_by_trusted_peers_only() -> None:
         assert [name for name, _, _ in chain] == ["a", "fast", "b"]
         assert spans(records, 10, 20, pushes=pushes, guarded={0: {"a"}, 29: {"b"}}) == [("fast", 10, 20)]
     for options in ({"guarded": {0: {"b"}}}, {"guarded": {0: {"a"}}, "banned": {"a"}}):
-        with pytest.raises(MissingBlocks, match="no trusted peer .* serves block 0") as caught:
+        with pytest.raises(MissingBlocks, match=r"no trusted peer .* serves block 0") as caught:
             spans(records, 0, 30, **options)
         assert caught.value.blocks == ((0, 1),)
