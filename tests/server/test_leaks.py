@@ -140,21 +140,23 @@ def test_one_who_leaves_between_two_slices_of_a_prefix(server: Server, peer: Pee
 
 
 def test_a_client_is_not_read_while_much_of_it_waits(
-    server: Server, peer: Peer, monkeypatch: pytest.MonkeyPatch
+    server: Server, peer: Peer, stranger: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its steps are bounded in number and in bytes. All are answered in the end."""
+    """Its steps are bounded in number and, over all its streams, in bytes. All are answered in the end."""
     service = service_of(server)
     monkeypatch.setattr(client_stream, "_IN_FLIGHT_BYTES", 100_000)
-    large, many = peer.session(max_length=2048), peer.session()
+    large, more, many = peer.session(max_length=2048), peer.session(), stranger.session()
     gate = threading.Event()
     service.engine.call(gate.wait)
     for _ in range(6):
         large.submit(torch.randn(1, 200, HIDDEN), start_position=0)  # 51 kB
+    wait_until(lambda: sorted(stream._in_flight for stream in service.streams) == [0, 0, 2])
     for _ in range(20):
         many.submit(torch.randn(1, 1, HIDDEN), start_position=0)
-    wait_until(lambda: sorted(stream._in_flight for stream in service.streams) == [2, 8])
+        more.submit(torch.randn(1, 1, HIDDEN), start_position=0)
+    wait_until(lambda: sorted(stream._in_flight for stream in service.streams) == [1, 2, 8])
     gate.set()
-    for session, count in ((large, 6), (many, 20)):
+    for session, count in ((large, 6), (more, 20), (many, 20)):
         for _ in range(count):
             session.output()
         session.bye()

@@ -136,7 +136,8 @@ class ClientStream:
 
     def _has_room(self) -> bool:
         steps = _IN_FLIGHT_PER_SESSION * max(1, len(self._sessions))
-        return self._in_flight < steps and self._load.step_bytes < _IN_FLIGHT_BYTES
+        # however much its other streams have sent, each goes on with one step
+        return self._in_flight < steps and (self._load.step_bytes < _IN_FLIGHT_BYTES or not self._in_flight)
 
     def _take(self, received: Received) -> None:
         number = received.session
