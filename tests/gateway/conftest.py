@@ -35,7 +35,7 @@ TOOL_TEMPLATE = (
 def swarm(demo_model: ModelFiles) -> Iterator[LocalSwarm]:
     """Two servers with all blocks, exact enough to compare with. Their caches hold one very long session, not two."""
     with Nursery() as nursery:
-        options = ["--dtype", "float32", "--cache-tokens", "12288"]
+        options = ["--dtype", "float32", "--cache-tokens", "12288", "--metrics-port", "0"]
         with LocalSwarm("smollm2", [(0, 15), (15, 30)], options=options, nursery=nursery) as swarm:
             yield swarm
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ from lilliput.cli import process
 from lilliput.cli.logs import Verbose
 from lilliput.cli.options import InitialPeers, Model, Revision, Token
 from lilliput.cli.supervisor import Supervisor
+from lilliput.errors import LilliputError
 from lilliput.swarm.sockets import remove_stale_sockets
 
 if TYPE_CHECKING:
@@ -57,6 +59,10 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
     ] = 3.0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Also serve numbers for Prometheus there.", show_default=False),
+    ] = None,
     revision: Revision = None,
     token: Token = None,
     json_line: Annotated[
@@ -67,6 +73,8 @@ def serve(
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
     span = parse_blocks(blocks)
+    if metrics_port is not None and find_spec("prometheus_client") is None:
+        raise LilliputError("`--metrics-port` needs prometheus-client: pip install 'lilliput[api]'")
     process.prepare()
     supervisor = Supervisor() if supervised else None
     if supervisor:
@@ -110,7 +118,8 @@ def serve(
             while not server.decided.wait(_POLL_SECONDS) and not signals:
                 pass
         if server.ready.is_set():
-            _tell(server, supervisor, json_line)
+            metrics = _metrics(server, host, metrics_port, leaving)
+            _tell(server, supervisor, json_line, metrics)
         while server.ready.is_set() and not signals:
             time.sleep(_POLL_SECONDS)
         if signals and not (supervisor and supervisor.gone):  # else everybody leaves
@@ -160,6 +169,18 @@ def _listen_address(host: str, port: int) -> str:
     return f"/{kind}/{host}/tcp/{port}"
 
 
+def _metrics(server: Server, host: str, port: int | None, leaving: contextlib.ExitStack) -> str:
+    """Serve numbers as long as the command runs. Returns their address, if they are wanted."""
+    if port is None:
+        return ""
+    from lilliput.server.metrics import MetricsPage
+
+    assert server.service is not None
+    page = MetricsPage(server.service, host, port)
+    leaving.callback(page.close)
+    return f"http://{f'[{host}]' if ':' in host else host}:{page.port}/metrics"
+
+
 def _facts(server: Server) -> dict[str, Any]:
     service = server.service
     assert service is not None
@@ -173,8 +194,8 @@ def _facts(server: Server) -> dict[str, Any]:
     }
 
 
-def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> None:
-    facts = _facts(server)
+def _tell(server: Server, supervisor: Supervisor | None, json_line: bool, metrics: str) -> None:
+    facts = _facts(server) | ({"metrics": metrics} if metrics else {})
     if supervisor:
         supervisor.tell(facts)
     elif json_line:
@@ -188,3 +209,5 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         )
         for address in server.addresses:
             typer.echo(f"  --initial-peers {address}")
+        if metrics:
+            typer.echo(f"Numbers for Prometheus are at {metrics}")
