@@ -54,7 +54,16 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def swarm(demo_model: ModelFiles, adapter: Path) -> Iterator[LocalSwarm]:
     """Two servers with all blocks, exact enough to compare with. Their caches hold one very long session, not two."""
     with Nursery() as nursery:
-        options = ["--dtype", "float32", "--cache-tokens", "12288", "--adapter", f"noise={adapter}"]
+        options = [
+            "--dtype",
+            "float32",
+            "--cache-tokens",
+            "12288",
+            "--adapter",
+            f"noise={adapter}",
+            "--metrics-port",
+            "0",
+        ]
         with LocalSwarm("smollm2", [(0, 15), (15, 30)], options=options, nursery=nursery) as swarm:
             yield swarm
 

@@ -19,7 +19,7 @@ from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
 
 _POLL_SECONDS = 0.1
-_PACKAGES = ("fastapi", "uvicorn")
+_PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 #: a request waits so long in the queues of full servers
 _QUEUE_SECONDS = 60.0
 
@@ -60,7 +60,9 @@ def api(
     if not all(key.strip() for key in api_key or ()):
         raise typer.BadParameter("an empty key would let everyone in", param_hint="--api-key")
     if missing := [name for name in _PACKAGES if find_spec(name) is None]:
-        raise LilliputError(f"`lilliput api` needs {' and '.join(missing)}: pip install 'lilliput[api]'")
+        raise LilliputError(
+            f"`lilliput api` needs {' and '.join(missing).replace('_', '-')}: pip install 'lilliput[api]'"
+        )
     process.prepare()
     with contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(

@@ -40,6 +40,7 @@ class LocalServer:
     Attributes:
         stages: what it did so far to start, the current one last
         addresses, peer_id: known once it serves
+        metrics: where its numbers for Prometheus are, if it was told to serve them
         start_seconds: from starting the process to its word that it serves
     """
 
@@ -49,7 +50,7 @@ class LocalServer:
         self.process, self._told_blocks = process, blocks
         self.stages: list[str] = []
         self.addresses: list[str] = []
-        self.peer_id = ""
+        self.peer_id = self.metrics = ""
         self.start_seconds = 0.0
         self._changed, self._began = changed, began
         self._decided = threading.Event()
@@ -112,7 +113,8 @@ class LocalServer:
         else:
             self.start_seconds = time.perf_counter() - self._began
             self._told_blocks = tuple(facts["blocks"])
-            self.peer_id, self.addresses = facts["peer_id"], facts["addresses"]
+            self.peer_id, self.metrics = facts["peer_id"], facts.get("metrics", "")
+            self.addresses = facts["addresses"]
             self._decided.set()
         self._changed(self)
 

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +30,7 @@ from lilliput.cli.options import (
     listen_address,
 )
 from lilliput.cli.supervisor import Supervisor
+from lilliput.errors import LilliputError
 from lilliput.swarm.sockets import remove_stale_sockets
 
 if TYPE_CHECKING:
@@ -103,6 +105,10 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
     ] = 3.0,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Also serve numbers for Prometheus there.", show_default=False),
+    ] = None,
     revision: Revision = None,
     token: Token = None,
     json_line: Annotated[
@@ -116,6 +122,8 @@ def serve(
     if span and num_blocks is not None:
         raise typer.BadParameter("--blocks says how many blocks already", param_hint="--num-blocks")
     adapters = parse_adapters(adapter or ())
+    if metrics_port is not None and find_spec("prometheus_client") is None:
+        raise LilliputError("`--metrics-port` needs prometheus-client: pip install 'lilliput[api]'")
     process.prepare()
     supervisor = Supervisor() if supervised else None
     if supervisor:
@@ -170,7 +178,7 @@ def serve(
             while not server.decided.wait(_POLL_SECONDS) and not signals:
                 pass
         if server.ready.is_set():
-            _tell(server, supervisor, json_line)
+            _tell(server, supervisor, json_line, _metrics(server, host, metrics_port, leaving))
         told = server.blocks
         while server.is_alive() and not signals:
             time.sleep(_POLL_SECONDS)
@@ -231,6 +239,17 @@ def _new_stages(tell: Callable[[str], None]) -> Progress:
     return report
 
 
+def _metrics(server: Server, host: str, port: int | None, leaving: contextlib.ExitStack) -> str:
+    """Serve numbers as long as the command runs. Returns their address, if they are wanted."""
+    if port is None:
+        return ""
+    from lilliput.server.metrics import MetricsPage
+
+    page = MetricsPage(lambda: server.service, host, port)
+    leaving.callback(page.close)
+    return f"http://{f'[{host}]' if ':' in host else host}:{page.port}/metrics"
+
+
 def _facts(server: Server) -> dict[str, Any]:
     service = server.service
     assert service is not None
@@ -245,8 +264,8 @@ def _facts(server: Server) -> dict[str, Any]:
     }
 
 
-def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> None:
-    facts = _facts(server)
+def _tell(server: Server, supervisor: Supervisor | None, json_line: bool, metrics: str) -> None:
+    facts = _facts(server) | ({"metrics": metrics} if metrics else {})
     if supervisor:
         supervisor.tell(facts)
     elif json_line:
@@ -262,3 +281,5 @@ def _tell(server: Server, supervisor: Supervisor | None, json_line: bool) -> Non
         )
         for address in server.addresses:
             typer.echo(f"  --initial-peers {address}")
+        if metrics:
+            typer.echo(f"Numbers for Prometheus are at {metrics}")

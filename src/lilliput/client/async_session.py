@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +18,7 @@ from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.client.server_session import HopStats, QueueCallback
+from lilliput.client.step_trace import StepTrace, reported, trace
 from lilliput.client.tape import Part
 from lilliput.errors import BadRequest, TooLong, Unreachable
 from lilliput.wire.prefix import GRAIN, KEY_BYTES
@@ -34,6 +36,8 @@ class AsyncInferenceSession:
     :param bid: a higher one stands earlier in the queues of full servers
     :param extend: ask for a longer session instead of raising `TooLong`
     :param on_queue: told about every change of place in a queue
+    :param request_id: stands in the logs of the servers; a step may bring another
+    :param on_step: told where the time of each step went
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class AsyncInferenceSession:
         bid: float = 0.0,
         extend: bool = False,
         on_queue: QueueCallback | None = None,
+        request_id: str = "",
+        on_step: Callable[[StepTrace], None] | None = None,
     ) -> None:
         self.remote, self.start, self.end = remote, start, remote.blocks if end is None else end
         if max_length < 1:
@@ -57,6 +63,7 @@ class AsyncInferenceSession:
         #: identifies the session to its servers and in their logs
         self.session_id = secrets.token_bytes(8)
         self._on_queue = on_queue
+        self.request_id, self.on_step = request_id, on_step
         self._max_length = max_length
         self._position = 0
         self._rows = 0
@@ -195,9 +202,9 @@ class AsyncInferenceSession:
             if not skipped:
                 chain.rewind(position)
             known = torch.full((rows, count), UNKNOWN) if tokens is None else tokens
-            whole = Part(
-                hidden, position, mask, position_ids, prompts, self.start, max_length=longer, request_id=request_id
-            )
+            named = request_id or self.request_id
+            whole = Part(hidden, position, mask, position_ids, prompts, self.start, max_length=longer, request_id=named)
+            begun_at, before = time.perf_counter(), reported(chain.legs) if self.on_step is not None else {}
             try:
                 if skipped:
                     self.history.append(known[:, :skipped])
@@ -210,6 +217,8 @@ class AsyncInferenceSession:
                 chain.rewind(position)
                 raise
             self._rows, self._position = rows, position + count
+            if self.on_step is not None:
+                self.on_step(trace(count - skipped, time.perf_counter() - begun_at, chain.legs, before))
             return outputs
 
     def reorder(self, parents: Sequence[int]) -> None:

@@ -347,6 +347,8 @@ class Engine:
         )
         session.remember(step, result)
         self.counters.steps += 1
+        self.counters.queued.saw(result.queued_seconds)
+        self.counters.computing.saw(result.compute_seconds)
         step.done(result)
 
     def _count(self, ordered: list[Slice], took: float) -> None:
@@ -354,6 +356,7 @@ class Engine:
         total = sum(s.count for s in ordered)
         self.counters.rounds += 1
         self.counters.tokens += total
+        self.counters.batches.saw(sum(s.step.rows for s in ordered))
         self.counters.largest_decode_batch = max(self.counters.largest_decode_batch, decode)
         if decode == total:
             self._round_seconds = took

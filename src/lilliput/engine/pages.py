@@ -33,6 +33,11 @@ class PagePool:
         """Pages that nobody uses, kept for a prefix that may return."""
         return len(self._idle)
 
+    @property
+    def shared(self) -> int:
+        """Pages that several rows use."""
+        return sum(references > 1 for references in self._references)
+
     def take(self) -> int:
         """A page for one user, its contents undefined."""
         if self._free:

@@ -12,15 +12,17 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from lilliput.errors import LilliputError
 from lilliput.gateway.delivery import Events, Json, Whole, refusal
 from lilliput.gateway.door import Door
+from lilliput.gateway.metrics import Counted
 from lilliput.gateway.problems import Problem, problem_of
 from lilliput.gateway.requests import ChatRequest, CompletionRequest
 from lilliput.gateway.service import Job, Service
@@ -58,7 +60,7 @@ def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
     _add_api(app, service)
     _add_pages(app, service)
     _add_errors(app)
-    return Door(app, keys)
+    return Counted(Door(app, keys), service.model.metrics)
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
@@ -111,6 +113,11 @@ def _add_pages(app: FastAPI, service: Service) -> None:
     async def health() -> dict[str, str]:
         """This process is there."""
         return {"status": "ok"}
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses={503: {"model": ErrorBody}})
+    async def metrics() -> Response:
+        """Numbers for Prometheus."""
+        return Response(await service.metrics_page(), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/ready", responses={503: {"model": ErrorBody}})
     async def ready() -> dict[str, Any]:

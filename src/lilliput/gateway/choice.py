@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
@@ -83,6 +84,7 @@ class Choice:
         detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
         decoded = shown = 0
+        began = time.perf_counter()
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
         stream = model.decoder.stream(
             order.prompt,
@@ -97,6 +99,8 @@ class Choice:
                 try:
                     async for token in stream:
                         self._count(session.stats)
+                        if self.tokens == 1:
+                            model.metrics.saw_first_token(time.perf_counter() - began)
                         text = detokenizer.take([token])
                         if order.likelihoods is not None:
                             waiting.append(Token(token, sampler.likelihoods.popleft(), decoded))
@@ -118,6 +122,9 @@ class Choice:
         finally:
             if order.begun is not None:
                 order.begun.set()
+            model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
+            for recovery in session.recoveries:
+                model.metrics.saw_recovery(recovery)
             await session.close()
 
     def _count(self, stats: Sequence[object]) -> None:

@@ -20,8 +20,16 @@ class Places:
     def __init__(self, count: int, waiting: int) -> None:
         self._count, self._most_waiting = count, waiting
         self._free = asyncio.Semaphore(count)
-        self._waiting = 0
+        self._waiting = self._taken = 0
         self._seconds = _FIRST_GUESS_SECONDS
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
@@ -41,8 +49,10 @@ class Places:
         finally:
             self._waiting -= 1
         began = time.monotonic()
+        self._taken += 1
         try:
             yield
         finally:
+            self._taken -= 1
             self._seconds += _WEIGHT * (time.monotonic() - began - self._seconds)
             self._free.release()

@@ -11,8 +11,10 @@ from typing import Any
 
 from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.decoder import Decoder
+from lilliput.gateway.metrics import Metrics
 from lilliput.gateway.problems import Problem
 from lilliput.gateway.vocabulary import Vocabulary
+from lilliput.swarm.records import ServerRecord
 
 #: an answer without a limit begins with a promise of so many tokens, and asks the servers for more as it grows
 _FIRST_PROMISE = 256
@@ -33,6 +35,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.decoder = Decoder(model)
         self.remote = self.decoder.remote
+        self.metrics = Metrics(name)
         self.vocabulary = Vocabulary(tokenizer)
         self.size = int(model.config.get_text_config().vocab_size)
         config = model.generation_config
@@ -68,10 +71,20 @@ class ServedModel:
         chain = await self.remote.chain(0, self.remote.blocks)
         return min([self._made_for, *(hop.record.max_length for hop in chain if hop.record.max_length)])
 
+    async def servers(self) -> list[ServerRecord]:
+        """Those that announce blocks of the model."""
+        remote = self.decoder.remote
+        return await remote.connection.records(remote.name)
+
     def session(self, prompt_tokens: int, answer_tokens: int, *, sure: bool) -> AsyncInferenceSession:
         """A new session. If `sure`, servers promise the whole answer's cache at once; else it may run out later."""
         promised = answer_tokens if sure else min(answer_tokens, _FIRST_PROMISE)
-        return AsyncInferenceSession(self.remote, max_length=prompt_tokens + promised, extend=not sure)
+        return AsyncInferenceSession(
+            self.remote,
+            max_length=prompt_tokens + promised,
+            extend=not sure,
+            on_step=self.metrics.saw_step,
+        )
 
     # ---- from texts to tokens; these take time, call them in a thread
 

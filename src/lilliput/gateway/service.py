@@ -120,6 +120,13 @@ class Service:
         )
         return self._job(request, model, reply, [order], grammar)
 
+    async def metrics_page(self) -> bytes:
+        """How things are now, in Prometheus' text format."""
+        model = self.model
+        model.metrics.saw_places(self._places.taken, self._places.waiting)
+        model.metrics.saw_swarm(await model.servers(), model.decoder.remote.blocks)
+        return model.metrics.page()
+
     def called(self, name: str) -> ServedModel:
         """The model of that name, perhaps with an adapter. Raises `Problem`."""
         model = self.model.called(name)

@@ -1,0 +1,101 @@
+"""A server's numbers, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from lilliput.engine.counters import Histogram
+from lilliput.errors import BadRequest
+from lilliput.server.service import Service
+
+_LABELS = ("model", "blocks")
+
+
+class ServerMetrics(Collector):
+    """Reads what the engine and the admission count anyway, when it is asked; serving costs nothing more for it.
+
+    :param service: the one that serves now; None while the server moves to other blocks
+    """
+
+    def __init__(self, service: Callable[[], Service | None]) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        service = self._service()
+        return (
+            iter(()) if service is None else _of(service, (service.model, f"{service.span.start}:{service.span.end}"))
+        )
+
+
+def _of(service: Service, names: tuple[str, str]) -> Iterator[Metric]:
+    engine, admission = service.engine, service.admission
+    counters, pool = engine.counters, engine.pool
+    for name, text, total in (
+        ("steps", "Steps of sessions that were computed", counters.steps),
+        ("tokens", "Tokens that were computed, of all rows", counters.tokens),
+        ("reused_tokens", "Tokens that sessions found in kept cache pages", counters.reused_tokens),
+        ("rounds", "Passes over the weights", counters.rounds),
+        ("training_units", "Blocks that were passed forth or back in training", counters.units),
+        ("failures", "Steps and passes that could not be computed", counters.failures),
+    ):
+        counter = CounterMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
+        counter.add_metric(names, total)
+        yield counter
+    for name, text, value in (
+        ("sessions", "Sessions that have a place", admission.running),
+        ("queue", "Sessions that wait for a place", admission.waiting),
+        ("passes", "Forward and backward passes that wait or run", service.passes),
+        ("cache_pages_promised", "Cache pages promised to sessions", admission.promised),
+        ("cache_pages_shared", "Cache pages that several rows use", pool.shared),
+        ("cache_page_tokens", "Tokens of one row that a cache page holds", pool.page_size),
+        ("draining", "1 while the server is about to leave", int(service.draining)),
+    ):
+        gauge = GaugeMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
+        gauge.add_metric(names, value)
+        yield gauge
+    pages = GaugeMetricFamily("lilliput_server_cache_pages", "Cache pages: used by sessions, kept for prefixes "
+                              "that may return, free", labels=(*_LABELS, "state"))  # fmt: skip
+    used, kept = pool.used, pool.kept
+    for state, value in (("used", used), ("kept", kept), ("free", max(pool.count - used - kept, 0))):
+        pages.add_metric((*names, state), value)
+    yield pages
+    yield _histogram(names, "batch_rows", "Rows that were computed in one round", counters.batches)
+    yield _histogram(names, "step_queued_seconds", "From a step's arrival to its first round", counters.queued)
+    yield _histogram(names, "step_computing_seconds", "In the rounds that a step was part of", counters.computing)
+
+
+def _histogram(self, name: str, text: str, seen: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
+    bounds = [*map(str, map(float, seen.bounds)), "+Inf"]
+    family.add_metric(names, list(zip(bounds, itertools.accumulate(seen.counts), strict=True)), sum_value=seen.sum)
+    return family
+
+
+class MetricsPage:
+    """Answers Prometheus at `http://HOST:PORT/metrics`, in threads of its own.
+
+    :param port: 0 takes a free one
+
+    Raises `BadRequest` if nobody can listen there.
+    """
+
+    def __init__(self, service: Callable[[], Service | None], host: str, port: int) -> None:
+        registry = CollectorRegistry()
+        registry.register(ServerMetrics(service))
+        self._server: WSGIServer
+        try:
+            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        except OSError as e:
+            raise BadRequest(f"cannot serve metrics on {host}, port {port}: {e.strerror or e}") from e
+        self.port: int = self._server.server_port
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
