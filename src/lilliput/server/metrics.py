@@ -70,7 +70,7 @@ def _of(service: Service, names: tuple[str, str]) -> Iterator[Metric]:
     yield _histogram(names, "step_computing_seconds", "In the rounds that a step was part of", counters.computing)
 
 
-def _histogram(self, name: str, text: str, seen: Histogram) -> HistogramMetricFamily:
+def _histogram(names: tuple[str, str], name: str, text: str, seen: Histogram) -> HistogramMetricFamily:
     family = HistogramMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
     bounds = [*map(str, map(float, seen.bounds)), "+Inf"]
     family.add_metric(names, list(zip(bounds, itertools.accumulate(seen.counts), strict=True)), sum_value=seen.sum)
