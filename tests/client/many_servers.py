@@ -1,4 +1,4 @@
-"""Several servers in one process: `many_servers.py MODEL COUNT`.
+"""Several servers in one process: `many_servers.py MODEL COUNT REBALANCE_SECONDS`.
 
 It reads the addresses of a swarm to join from its first line of input ([]: it begins one), and writes its servers' peer
 ids and addresses when all serve. For every further line it writes how many tokens each server has computed. When its
@@ -16,7 +16,7 @@ from lilliput import Server
 _AT_ONCE = 15
 
 
-def main(model: str, count: int) -> None:
+def main(model: str, count: int, rebalance_seconds: float) -> None:
     peers = json.loads(sys.stdin.readline())
 
     def start(peers: list[str]) -> Server:
@@ -24,11 +24,11 @@ def main(model: str, count: int) -> None:
             model,
             initial_peers=peers,
             num_blocks=2,
-            rebalance_seconds=0,
+            rebalance_seconds=rebalance_seconds,
             dtype="float32",
             threads=1,
             cache_tokens=1024,
-            lease_seconds=45,
+            lease_seconds=9,
         )
         server.run_in_background()
         return server
@@ -59,4 +59,4 @@ def tell(facts: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
