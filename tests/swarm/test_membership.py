@@ -105,7 +105,7 @@ def test_members_find_each_other_and_strangers_find_nothing(tmp_path: Path) -> N
             addresses = await first.addresses()
             server = await Node.start(addresses, swarm_key=KEY)
             started.append(server)
-            assert await directory.announce(server, record(server))
+            assert await directory.announce(server, record(server), directory.MOST_LEASE_SECONDS)
             assert [r.peer_id for r in await directory.find(first, "m")] == [str(server.peer_id)]
             assert await ping(server, str(first.peer_id)) > 0
             for key in (None, SwarmKey.generate()):

@@ -49,7 +49,7 @@ _FORK_AGAIN_SECONDS = 0.01, 0.1
 #: so many streams may one peer have open here; those of hivemind's own calls are not counted
 MOST_STREAMS = 256
 #: who was refused by all bootstrap peers asks one of them why, for so long (seconds)
-_WHY_SECONDS = 5.0
+_WHY_SECONDS = 20.0
 #: who has too many is told to come back after so long (seconds)
 _STREAM_WAIT_SECONDS = 1.0
 
