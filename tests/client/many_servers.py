@@ -1,4 +1,4 @@
-"""Several servers in one process: `many_servers.py MODEL COUNT REBALANCE_SECONDS`.
+"""Several servers in one process: `many_servers.py MODEL COUNT REBALANCE_SECONDS LEASE_SECONDS`.
 
 It reads the addresses of a swarm to join from its first line of input ([]: it begins one), and writes its servers' peer
 ids and addresses when all serve. For every further line it writes how many tokens each server has computed. When its
@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lilliput import Server
 
-_AT_ONCE = 15
+#: servers that start together; more, and the one that the others join answers too late
+_AT_ONCE = 5
 
 
-def main(model: str, count: int, rebalance_seconds: float) -> None:
+def main(model: str, count: int, rebalance_seconds: float, lease_seconds: float) -> None:
     peers = json.loads(sys.stdin.readline())
 
     def start(peers: list[str]) -> Server:
@@ -28,7 +29,7 @@ def main(model: str, count: int, rebalance_seconds: float) -> None:
             dtype="float32",
             threads=1,
             cache_tokens=1024,
-            lease_seconds=9,
+            lease_seconds=lease_seconds,
         )
         server.run_in_background()
         return server
@@ -59,4 +60,4 @@ def tell(facts: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))

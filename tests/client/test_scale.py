@@ -33,6 +33,8 @@ PROMPT = list(range(5, 25))
 NEW = 6
 #: each server has room for four sessions, so those that begin later go where there is more room
 MAX_LENGTH = 256
+#: sessions that begin at once
+TOGETHER_SESSIONS = max(1, SERVERS // 15)
 
 
 class Many:
@@ -40,7 +42,7 @@ class Many:
 
     def __init__(self, model: Path, count: int) -> None:
         command = [sys.executable, str(Path(__file__).with_name("many_servers.py")), str(model), str(count)]
-        command.append(str(max(3.0, SERVERS / 4)))
+        command += [str(max(3.0, SERVERS / 2)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, question: Any) -> None:
@@ -106,6 +108,9 @@ def test_all_are_found_and_all_are_used(tiny_llama: Path, whole: Any) -> None:
             records: list[ServerRecord] = model._shared.run(remote.connection.records(remote.name, fresh=True))
             return records
 
+        async def together() -> None:
+            await asyncio.gather(*(session() for _ in range(TOGETHER_SESSIONS)))
+
         async def end() -> None:
             await asyncio.gather(*(opened.close() for opened in sessions))
             sessions.clear()
@@ -124,8 +129,8 @@ def test_all_are_found_and_all_are_used(tiny_llama: Path, whole: Any) -> None:
             counts: dict[str, int] = {}
             begun_sessions = 0
             while begun_sessions < 3 * min(held):  # for so many there is room, and for some more
-                decoder.run(session())
-                begun_sessions += 1
+                decoder.run(together())
+                begun_sessions += TOGETHER_SESSIONS
                 counts = {peer: count - before[peer] for peer, count in used(groups).items()}
                 if min(counts.values()) > 0:
                     break

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+from lilliput.errors import Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import (
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 #: so often a server that joins looks whether others had the same thought
 _SECOND_LOOKS = 3
+#: so often it asks who is there, before it gives up
+_FIRST_LOOKS = 3
 
 
 class Mover:
@@ -59,12 +62,22 @@ class Mover:
 
     async def choose(self) -> Span:
         """The span in which the server helps most. It says so, and looks again whether others had the same thought."""
-        coverage, rate = await self._others()
+        for patience in range(_FIRST_LOOKS, 0, -1):
+            try:
+                coverage, rate = await self._others()
+                break
+            except Unreachable:  # where many start at once, answers may be late
+                if patience == 1:
+                    raise
         span = best_span(coverage, self._length, rate)
         for _ in range(0 if self._alone else _SECOND_LOOKS):
-            await directory.announce(self._node, self._joining(span), self._lease_seconds)
-            await asyncio.sleep(jittered(SECOND_LOOK_SECONDS, random.random()))
-            coverage, rate = await self._others()
+            try:
+                await directory.announce(self._node, self._joining(span), self._lease_seconds)
+                await asyncio.sleep(jittered(SECOND_LOOK_SECONDS, random.random()))
+                coverage, rate = await self._others()
+            except Unreachable as e:
+                logger.info("could not see who else joins: %s", e)
+                break
             elsewhere = better_claim(coverage, span, rate)
             if elsewhere is None:
                 break
