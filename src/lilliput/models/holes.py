@@ -171,10 +171,10 @@ def load_with_holes(
             ) from e
         raise ModelError(f"cannot load {files.name} from {files.path}: {e}") from e
     if wrong := sorted(report.get("mismatched_keys") or (), key=str):
-        name, found, expected = wrong[0]
+        name, *shapes = [wrong[0]] if isinstance(wrong[0], str) else wrong[0]  # releases before 5 tell names only
+        found = f" {list(shapes[0])} and should have {list(shapes[1])}" if shapes else " that it should not have"
         raise ModelError(
-            f"{files.path} does not belong to its config.json: {name} has the shape {list(found)} and should have "
-            f"{list(expected)}. Fetch the model again."
+            f"{files.path} does not belong to its config.json: {name} has the shape{found}. Fetch the model again."
         )
     missing = sorted(report["missing_keys"])  # transformers would go on with random numbers in their place
     if missing:

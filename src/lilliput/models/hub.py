@@ -91,7 +91,7 @@ class Hub:
                             headers=headers,
                             resume_size=begun,
                             expected_size=facts.size,
-                            tqdm_class=_reporting_bars(report),
+                            **_bars(http_get, report),
                         )
                 if not _has_checksum(part, content.name):
                     part.unlink()
@@ -178,6 +178,13 @@ def out_of_space(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _bars(download: Callable[..., None], report: Callable[[int, int | None], None]) -> dict[str, Any]:
+    """How `download` tells of its progress: to `report`, or on a bar of its own in releases of the client before 1."""
+    from inspect import signature
+
+    return {"tqdm_class": _reporting_bars(report)} if "tqdm_class" in signature(download).parameters else {}
 
 
 def _reporting_bars(report: Callable[[int, int | None], None]) -> type:
