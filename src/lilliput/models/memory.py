@@ -23,3 +23,18 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Give all freed memory back to the system, whatever `keep_freed_memory` says: for after a large change.
+
+    What is made and freed while weights are quantized lies between what stays. Of a span of 464 MiB in 16 bits, 145
+    stay in int4; without this, 780 were resident.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return
+    malloc_trim(0)

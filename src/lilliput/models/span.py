@@ -26,6 +26,7 @@ from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
 from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
 from lilliput.models.lora import Adapter, Deltas, deltas_of
+from lilliput.models.memory import give_back_freed_memory
 from lilliput.models.sources import ModelFiles
 
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
@@ -98,7 +99,10 @@ class Span:
             return load_with_holes(files, AutoModel, punch, part, dtype=dtype, attention=ATTENTION)
 
         model = read(start, end) if quantize is None else _read_in_parts(read, start, end, quantize)
-        return cls(model, start, end, cache_dtype=cache_dtype, fuse=fuse)
+        span = cls(model, start, end, cache_dtype=cache_dtype, fuse=fuse)
+        if quantize is not None:
+            give_back_freed_memory()
+        return span
 
     @property
     def fused(self) -> bool:
@@ -274,10 +278,12 @@ def _read_in_parts(read: Callable[[int, int], PreTrainedModel], start: int, end:
     size = sum(parameter.nbytes for parameter in blocks[start].parameters())
     many = max(1, _PART_BYTES // max(1, size))
     quantization.quantize(blocks[start], quantize)
+    give_back_freed_memory()
     for begin in range(start + 1, end, many):
         part = blocks_of(read(begin, min(begin + many, end)))
         for index in range(begin, min(begin + many, end)):
             quantization.quantize(part[index], quantize)
+            give_back_freed_memory()
             blocks[index] = part[index]
     return model
 
