@@ -36,29 +36,25 @@ class ServerMetrics(Collector):
 def _of(service: Service, names: tuple[str, str]) -> Iterator[Metric]:
     engine, admission = service.engine, service.admission
     counters, pool = engine.counters, engine.pool
-    for name, text, total in (
-        ("steps", "Steps of sessions that were computed", counters.steps),
-        ("tokens", "Tokens that were computed, of all rows", counters.tokens),
-        ("reused_tokens", "Tokens that sessions found in kept cache pages", counters.reused_tokens),
-        ("rounds", "Passes over the weights", counters.rounds),
-        ("training_units", "Blocks that were passed forth or back in training", counters.units),
-        ("failures", "Steps and passes that could not be computed", counters.failures),
+    count, now = CounterMetricFamily, GaugeMetricFamily
+    for kind, name, text, value in (
+        (count, "steps", "Steps of sessions that were computed", counters.steps),
+        (count, "tokens", "Tokens that were computed, of all rows", counters.tokens),
+        (count, "reused_tokens", "Tokens that sessions found in kept cache pages", counters.reused_tokens),
+        (count, "rounds", "Passes over the weights", counters.rounds),
+        (count, "training_units", "Blocks that were passed forth or back in training", counters.units),
+        (count, "failures", "Steps and passes that could not be computed", counters.failures),
+        (now, "sessions", "Sessions that have a place", admission.running),
+        (now, "queue", "Sessions that wait for a place", admission.waiting),
+        (now, "passes", "Forward and backward passes that wait or run", service.passes),
+        (now, "cache_pages_promised", "Cache pages promised to sessions", admission.promised),
+        (now, "cache_pages_shared", "Cache pages that several rows use", pool.shared),
+        (now, "cache_page_tokens", "Tokens of one row that a cache page holds", pool.page_size),
+        (now, "draining", "1 while the server is about to leave", int(service.draining)),
     ):
-        counter = CounterMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
-        counter.add_metric(names, total)
-        yield counter
-    for name, text, value in (
-        ("sessions", "Sessions that have a place", admission.running),
-        ("queue", "Sessions that wait for a place", admission.waiting),
-        ("passes", "Forward and backward passes that wait or run", service.passes),
-        ("cache_pages_promised", "Cache pages promised to sessions", admission.promised),
-        ("cache_pages_shared", "Cache pages that several rows use", pool.shared),
-        ("cache_page_tokens", "Tokens of one row that a cache page holds", pool.page_size),
-        ("draining", "1 while the server is about to leave", int(service.draining)),
-    ):
-        gauge = GaugeMetricFamily(f"lilliput_server_{name}", text, labels=_LABELS)
-        gauge.add_metric(names, value)
-        yield gauge
+        family = kind(f"lilliput_server_{name}", text, labels=_LABELS)
+        family.add_metric(names, value)
+        yield family
     pages = GaugeMetricFamily("lilliput_server_cache_pages", "Cache pages: used by sessions, kept for prefixes "
                               "that may return, free", labels=(*_LABELS, "state"))  # fmt: skip
     used, kept = pool.used, pool.kept
