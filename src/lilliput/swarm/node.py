@@ -48,8 +48,8 @@ _STOP_SECONDS = 3.0
 _FORK_AGAIN_SECONDS = 0.01, 0.1
 #: so many streams may one peer have open here; those of hivemind's own calls are not counted
 MOST_STREAMS = 256
-#: who was refused by all bootstrap peers asks one of them why, for so long (seconds)
-_WHY_SECONDS = 20.0
+#: who was refused by all bootstrap peers asks them why, for so long in all (seconds)
+_WHY_SECONDS = 10.0
 #: who has too many is told to come back after so long (seconds)
 _STREAM_WAIT_SECONDS = 1.0
 
@@ -271,22 +271,30 @@ async def _open(p2p: P2P, key: SwarmKey | None, peer: PeerID, handler_name: str,
 async def _why_refused(p2p: P2P, key: SwarmKey | None, initial_peers: Sequence[str]) -> LilliputError:
     """Why no initial peer let us join: they may be gone, or not want us, or not be whom we look for."""
     why: LilliputError = _nobody_answers(initial_peers)
-    for address in initial_peers:
-        peer = PeerID.from_base58(checked(address)["p2p"])
+
+    async def ask(peer: PeerID) -> None:
+        nonlocal why
         try:
             channel = await _open(p2p, key, peer, PING, _WHY_SECONDS)
             await channel.send(pb.Message(ping=pb.Ping()))
-            async with asyncio.timeout(_WHY_SECONDS):
-                received = await channel.receive()
+            received = await channel.receive()
             channel.close()
             if received is not None and isinstance(received.body, pb.Error):
                 raise error_of(received.body)
         except Unauthorized as e:
-            return e
-        except NotAMember as e:
             why = e
-        except (LilliputError, TimeoutError):
-            continue
+        except NotAMember as e:
+            if not isinstance(why, Unauthorized):
+                why = e
+        except LilliputError:
+            pass
+
+    asking = [asyncio.create_task(ask(PeerID.from_base58(checked(address)["p2p"]))) for address in initial_peers]
+    try:
+        await asyncio.wait(asking, timeout=_WHY_SECONDS)
+    finally:
+        for task in asking:
+            task.cancel()
     return why
 
 
