@@ -9,7 +9,6 @@ its name in the configuration: an answer that is silently wrong is worse than no
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from lilliput.errors import ModelError
+from lilliput.models.checkpoint import read_json
 from lilliput.models.lora import Adapter, LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -84,14 +84,13 @@ def check_adapter(name: str, folder: str | Path) -> dict[str, Any]:
     folder = Path(folder).expanduser()
     file = folder / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"the adapter {name}: {folder} has no {CONFIG}; give a folder that PEFT has saved") from None
-    except (OSError, ValueError) as e:
-        raise ModelError(f"the adapter {name}: {file} cannot be read: {e}") from e
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else None
-        raise ModelError(f"the adapter {name} is of the kind {kind}; only LORA can be served ({file})")
+        config = read_json(file, "Give a folder that PEFT has saved.")
+    except ModelError as e:
+        raise ModelError(f"the adapter {name}: {e}") from e
+    if config.get("peft_type") != "LORA":
+        raise ModelError(
+            f"the adapter {name} is of the kind {config.get('peft_type')}; only LORA can be served ({file})"
+        )
     refused = [
         key
         for key, value in config.items()

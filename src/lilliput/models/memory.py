@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 
@@ -15,14 +16,8 @@ def keep_freed_memory() -> None:
     glibc returns every block above 128 KB to the system when it is freed. The next step's activations then fault their
     pages in again, which costs more than the operations on them.
     """
-    if sys.platform != "linux":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return
-    mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
-    mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+    _glibc("mallopt", _M_MMAP_THRESHOLD, _KEEP_BYTES)
+    _glibc("mallopt", _M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
 def give_back_freed_memory() -> None:
@@ -31,10 +26,11 @@ def give_back_freed_memory() -> None:
     What is made and freed while weights are quantized lies between what stays. Of a span of 464 MiB in 16 bits, 145
     stay in int4; without this, 780 were resident.
     """
-    if sys.platform != "linux":
-        return
-    try:
-        malloc_trim = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):  # another C library
-        return
-    malloc_trim(0)
+    _glibc("malloc_trim", 0)
+
+
+def _glibc(function: str, *arguments: int) -> None:
+    """Call a function of the C library, if it is glibc."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            getattr(ctypes.CDLL(None), function)(*arguments)
