@@ -24,6 +24,10 @@ class Rates:
     def saw_prefill(self, tokens: int, seconds: float) -> None:
         self.prefill_tokens_per_second = _blend(self.prefill_tokens_per_second, tokens / max(seconds, 1e-9))
 
+    def begin(self, decode_round_seconds: float) -> None:
+        """Begin with this for rounds in which every row brings one token."""
+        self.decode_round_seconds = decode_round_seconds
+
     def forget(self) -> None:
         """Begin anew."""
         self.decode_round_seconds = self.decode_rows = self.prefill_tokens_per_second = 0.0
