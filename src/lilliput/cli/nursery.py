@@ -23,13 +23,17 @@ from lilliput.errors import LilliputError
 _MESSAGE_BYTES = 1 << 16
 #: standard streams, and a pipe that closes when the server's process ends
 _STREAMS = 4
+#: for servers that nobody stopped to leave in
+_LEAVE_SECONDS = 8.0
 
 
 class Nursery:
-    """Loads libraries from now on. End it with `close` or a `with` block, after its servers; it ends with us, too."""
+    """Loads libraries from now on. End it with `close` or a `with` block: its servers are told to leave, also one whose
+    making was interrupted by a signal, so that nobody knows it. It ends with us, too."""
 
     def __init__(self) -> None:
         self._loaded = False
+        self._tethers: list[IO[bytes]] = []  # a server leaves when its own is closed
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -44,6 +48,7 @@ class Nursery:
         """Start `lilliput ARGUMENTS`, when the libraries are loaded."""
         stdin, *outputs = [os.pipe() for _ in range(_STREAMS)]
         ours: list[IO[bytes]] = [os.fdopen(stdin[1], "wb"), *(os.fdopen(output[0], "rb") for output in outputs)]
+        self._tethers.append(ours[0])
         theirs = [stdin[0], *(output[1] for output in outputs)]
         pid = b""
         try:
@@ -59,9 +64,14 @@ class Nursery:
         return Forked(int(pid), *ours)
 
     def close(self) -> None:
+        for tether in self._tethers:
+            with contextlib.suppress(OSError):
+                tether.close()
         self._socket.close()
-        if not self._loaded:  # it does not hear us
-            self._process.kill()
+        if self._loaded:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LEAVE_SECONDS)
+        self._process.kill()  # before it has loaded, it does not hear us
         self._process.wait()
 
     def __enter__(self) -> Nursery:
