@@ -17,8 +17,10 @@ from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.errors import ModelError
 from lilliput.models import quantization
 from lilliput.models.call import ATTENTION
+from lilliput.models.experts import QuantizedExperts
 from lilliput.models.holes import blocks_of, keep_span, load_with_holes
-from lilliput.models.quantization import KINDS, Int4Linear, Int8Linear, QuantizedLinear, QuantizedModule
+from lilliput.models.quantization import KINDS, QuantizedModule
+from lilliput.models.quantized_linear import Int4Linear, Int8Linear, QuantizedLinear
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 
@@ -94,8 +96,10 @@ def test_what_there_is_not_is_refused(tiny_llama: Path) -> None:
 
 # ---- spans ----
 
+EXPERTS = ["qwen3_moe", "deepseek_v3", "gpt_oss"]
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "phi3", "mixtral"])
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gpt2", "phi3", "mixtral", *EXPERTS])
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     folder = tmp_path_factory.mktemp("quantized")
     save_random(next(family for family in FAMILIES if family.name == request.param), folder)
@@ -134,11 +138,7 @@ def test_a_quantized_span_computes_with_the_weights_its_codes_stand_for(files: M
     count = 0
     for block in list(blocks_of(model))[1:4]:
         quantization.quantize(block, kind)
-        for owner in list(block.modules()):
-            for name, child in list(owner.named_children()):
-                if isinstance(child, QuantizedModule):
-                    setattr(owner, name, as_linear(child.layer))
-                    count += 1
+        count += make_plain(block)
     assert count >= 3 * 4
     rounded = Span(model, 1, 4)
     assert rounded.fused == span.fused
@@ -150,6 +150,34 @@ def test_a_quantized_span_computes_with_the_weights_its_codes_stand_for(files: M
     exact = Span.load(files, 1, 4, dtype=torch.float32)
     assert difference(generated(exact, hidden) - hidden, generated(rounded, hidden) - hidden) > 0.005
     assert difference(span.dense(hidden, 1, 4), rounded.dense(hidden, 1, 4)) < 0.02
+
+
+def make_plain(block: nn.Module) -> int:
+    """Give layers and experts back to the family, with the weights that their codes stand for; how many there were."""
+    count = 0
+    for owner in list(block.modules()):
+        for name, child in list(owner.named_children()):
+            if isinstance(child, QuantizedModule):
+                setattr(owner, name, as_linear(child.layer))
+                count += 1
+            elif isinstance(child, QuantizedExperts):
+                setattr(owner, name, as_experts(child))
+                count += len(child.layers)
+    return count
+
+
+def as_experts(experts: QuantizedExperts) -> nn.Module:
+    """The family's own experts."""
+    family = experts.family
+    half = len(experts.layers) // 2
+    for name, layers in (("gate_up_proj", experts.layers[:half]), ("down_proj", experts.layers[half:])):
+        weight = torch.stack([layer.dequantized() for layer in layers])
+        weight = weight.transpose(1, 2).contiguous() if family.is_transposed else weight
+        setattr(family, name, nn.Parameter(weight, requires_grad=False))
+        if family.has_bias:
+            bias = torch.stack([layer.bias for layer in layers])  # type: ignore[misc]
+            setattr(family, f"{name}_bias", nn.Parameter(bias, requires_grad=False))
+    return family
 
 
 def as_linear(layer: QuantizedLinear) -> nn.Linear:

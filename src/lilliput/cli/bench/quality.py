@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,8 +13,12 @@ import torch
 from torch import nn
 
 from lilliput.cli.bench.report import Figure
+from lilliput.cli.bench.shuffled import shuffled
 from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
 from lilliput.models.ends import load_ends
+from lilliput.models.facts import ModelFacts
+from lilliput.models.machine import bytes_a_second
+from lilliput.models.plan import block_bytes
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 
@@ -26,9 +29,14 @@ PRECISIONS: tuple[tuple[str, str | None, torch.dtype | None], ...] = (
     ("int8 cache", None, torch.int8),
     ("int4, int8 cache", "int4", torch.int8),
 )
+#: those whose groups of numbers are shuffled, too: only int4 has any that a file may have had before
+_SHUFFLED = (("int8", "int8", None), ("int4", "int4", None))
 _WINDOW = 512
-#: one stream's steps that are timed, after a prefix of `_WINDOW` tokens
-_STEPS = 30
+_STREAMS = (1, 4, 8, 16)
+#: tokens that each stream has in its cache when its steps are timed
+_HISTORY = 256
+#: steps of which the fastest counts, in each round
+_STEPS = 5
 
 
 def text() -> str:
@@ -39,22 +47,34 @@ def text() -> str:
 
 
 def measure(model: str, rounds: int, *, tokens: int = 41 * _WINDOW) -> list[Figure]:
-    """Perplexities of the model's precisions beside bfloat16's, and how fast one stream's steps are."""
+    """Perplexities of the model's precisions beside bfloat16's, and how fast the steps of a large block are."""
     from transformers import AutoTokenizer
 
     files = resolve(model)
     ids = AutoTokenizer.from_pretrained(files.path)(text(), return_tensors="pt").input_ids[0, :tokens]
     windows = ids[: len(ids) // _WINDOW * _WINDOW].view(-1, _WINDOW)
-    figures = []
-    base = perplexity(files, windows, Span.load(files, 0, files.blocks, dtype=torch.bfloat16))
-    for name, quantize, cache in PRECISIONS:
-        span = Span.load(files, 0, files.blocks, dtype=torch.bfloat16, quantize=quantize, cache_dtype=cache)
-        note = f"{windows.numel():,} tokens of Python's manual; beside bfloat16"
-        figures.append(Figure(f"perplexity in {name}", "", [perplexity(files, windows, span)], [base], note))
-    figures += speeds(files, (0, files.blocks), rounds, "one stream, blocks only")
-    with _large_model() as large:
-        figures += speeds(large, (0, large.blocks), rounds, f"{large.blocks} blocks of 4,096 hidden")
+    note = f"{windows.numel():,} tokens of Python's manual; beside bfloat16"
+    figures = _perplexities(files, windows, PRECISIONS, note)
+    with shuffled(files) as other:
+        if other is not None:
+            figures += _perplexities(other, windows, _SHUFFLED, f"channels shuffled; {note}")
+    with _large_block() as large:
+        figures += speeds(large, rounds)
     return figures
+
+
+def _perplexities(
+    files: ModelFiles,
+    windows: torch.Tensor,
+    precisions: tuple[tuple[str, str | None, torch.dtype | None], ...],
+    note: str,
+) -> list[Figure]:
+    def measured(quantize: str | None = None, cache: torch.dtype | None = None) -> float:
+        span = Span.load(files, 0, files.blocks, dtype=torch.bfloat16, quantize=quantize, cache_dtype=cache)
+        return perplexity(files, windows, span)
+
+    base = measured()
+    return [Figure(f"perplexity, {name}", "", [measured(*kinds)], [base], note) for name, *kinds in precisions]  # type: ignore[arg-type]
 
 
 def perplexity(files: ModelFiles, windows: torch.Tensor, span: Span) -> float:
@@ -84,39 +104,59 @@ class _Through(nn.Module):
         return self._span.paged(hidden[0], batch, self._pools, self._span.start, self._span.end)[None]
 
 
-def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int, note: str) -> list[Figure]:
-    """Steps of one token a second, each precision beside bfloat16 in alternating rounds."""
-    base = _Stream(Span.load(files, *blocks, dtype=torch.bfloat16))
+def speeds(files: ModelFiles, rounds: int) -> list[Figure]:
+    """Steps a second of so many streams, each precision beside bfloat16 in alternating rounds.
+
+    The figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
+    """
+    kinds = (None, "int8", "int4")
+    streams = {kind: _Streams(Span.load(files, 0, files.blocks, dtype=torch.bfloat16, quantize=kind)) for kind in kinds}
+    memory, facts = bytes_a_second(), files.facts()
     figures = []
-    for name, quantize, cache in PRECISIONS:
-        stream = _Stream(Span.load(files, *blocks, dtype=torch.bfloat16, quantize=quantize, cache_dtype=cache))
-        figure = Figure(f"steps in {name}", "1/s", note=f"{note}; beside bfloat16")
-        for number, (ours, theirs) in enumerate(itertools.repeat((stream, base), rounds + 1)):
-            took, base_took = ours.seconds(), theirs.seconds()
-            if number:
-                figure.values.append(1 / took)
-                figure.reference.append(1 / base_took)
-        figures.append(figure)
+    for rows in _STREAMS:
+        took: dict[str | None, list[float]] = {kind: [] for kind in kinds}
+        for number in range(rounds + 1):
+            for kind in kinds:
+                rate = 1 / streams[kind].seconds(rows)
+                if number:  # the first round warms up
+                    took[kind].append(rate)
+        for kind in kinds:
+            note = f"a block of {facts.hidden_size:,} hidden; reading it allows {memory / _bytes(facts, kind):,.0f}"
+            beside = "" if kind is None else "; beside bfloat16"
+            figures.append(
+                Figure(
+                    f"steps of {rows}, {kind or 'bfloat16'}",
+                    "1/s",
+                    took[kind],
+                    took[None] if kind else [],
+                    note + beside,
+                )
+            )
     return figures
 
 
-class _Stream:
-    """One stream in the middle of its text."""
+def _bytes(facts: ModelFacts, kind: str | None) -> int:
+    return sum(block_bytes(block, "bfloat16", kind) for block in facts.blocks)
+
+
+class _Streams:
+    """Some streams in the middle of their texts."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
-        self._pools = span.new_pools(1, 2 * _WINDOW)
+        self._pools = span.new_pools(max(_STREAMS), 2 * _HISTORY)
         for pool in self._pools.values():
             pool.zero_()
 
-    def seconds(self) -> float:
+    def seconds(self, rows: int) -> float:
         """The fastest of some steps."""
-        hidden = torch.randn(1, self._span.hidden_size).to(self._span.dtype)
-        page = torch.zeros(1, 1, dtype=torch.int64)
+        hidden = torch.randn(rows, self._span.hidden_size).to(self._span.dtype)
+        pages = torch.arange(rows)[:, None]
         took = []
-        for place in range(_WINDOW, _WINDOW + _STEPS):
-            at = torch.tensor([place])
-            batch = PackedBatch(2 * _WINDOW, position_ids=at, slots=at, decode=[DecodeGroup(page, at + 1)])
+        for place in range(_HISTORY, _HISTORY + _STEPS):
+            at = torch.full((rows,), place)
+            slots = pages[:, 0] * 2 * _HISTORY + place
+            batch = PackedBatch(2 * _HISTORY, position_ids=at, slots=slots, decode=[DecodeGroup(pages, at + 1)])
             begun = time.perf_counter()
             self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
             took.append(time.perf_counter() - begun)
@@ -124,8 +164,8 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def _large_model(hidden: int = 4096, blocks: int = 3) -> Iterator[ModelFiles]:
-    """Random blocks as large as those of an 8-billion model: there the weights count, not the operations between."""
+def _large_block(hidden: int = 4096) -> Iterator[ModelFiles]:
+    """A random block as large as those of an 8-billion model: there the weights count, not the operations between."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -133,7 +173,7 @@ def _large_model(hidden: int = 4096, blocks: int = 3) -> Iterator[ModelFiles]:
         intermediate_size=14336,
         num_attention_heads=32,
         num_key_value_heads=8,
-        num_hidden_layers=blocks,
+        num_hidden_layers=1,
         vocab_size=64,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +182,7 @@ def _large_model(hidden: int = 4096, blocks: int = 3) -> Iterator[ModelFiles]:
             model = LlamaForCausalLM(config)
         model = model.to(torch.bfloat16).to_empty(device="cpu")  # type: ignore[arg-type]
         for parameter in model.parameters():
-            parameter.data.uniform_(-0.02, 0.02)
+            parameter.data.normal_(std=0.02)
         model.save_pretrained(path)
         del model
         yield resolve(str(path))
