@@ -10,7 +10,7 @@ from lilliput.models.facts import DTYPE_BYTES, BlockFacts, ModelFacts
 
 #: by the name of a quantization: bytes a number, numbers that share a scale (0: a matrix's whole row), bytes a scale
 #: with its zero point
-_QUANTIZED = {"int8": (1.0, 0, 2), "int4": (0.5, 32, 4), "nf4": (0.5, 64, 4)}
+_QUANTIZED = {"int8": (1.0, 0, 4), "int4": (0.5, 32, 4), "nf4": (0.5, 64, 4)}
 #: what a server takes besides: Python, torch, transformers, the p2p daemon, kernels' buffers
 PROCESS_BYTES = 900 << 20
 #: tokens that a server takes in one pass (the default of `serve`'s max_step_tokens)

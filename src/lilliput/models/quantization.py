@@ -15,8 +15,10 @@ from torch import nn
 from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.experts import QuantizedExperts, expert_weights
 from lilliput.models.facts import ROUTERS, can_quantize
+from lilliput.models.int4_linear import Int4Linear
+from lilliput.models.int8_linear import Int8Linear
 from lilliput.models.memory import forget
-from lilliput.models.quantized_linear import Int4Linear, Int8Linear, QuantizedLinear
+from lilliput.models.quantized_linear import QuantizedLinear
 
 _KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
 KINDS = tuple(_KINDS)

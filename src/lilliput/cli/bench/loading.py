@@ -60,7 +60,7 @@ print(json.dumps([libraries, ready, *(size / 2**20 for size in (most - before, w
 
 def loading(model: str, span: tuple[int, int], rounds: int) -> list[Figure]:
     """In each precision: seconds until the span has computed, MiB taken at most, and what its weights are."""
-    figures = []
+    figures: list[Figure] = []
     for name, *precision in _PRECISIONS:
         note = f"blocks {span[0]}:{span[1]} on disk"
         libraries = Figure("loading, libraries", "s", note="torch, transformers, Lilliput, a first block")
