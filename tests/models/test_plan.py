@@ -87,6 +87,7 @@ def test_of_experts_only_the_chosen_are_read() -> None:
     shapes["model.layers.0.self_attn.q_proj.weight"] = (32, 32)
     (block,) = describe("experts", config, {**shapes, "model.layers.0.mlp.gate.weight": (4, 32)}).blocks
     assert (block.matrices, block.read, block.others) == (4 * 512 + 1024, 512 + 1024, 4 * 32)
+    assert block.largest == 4 * 512
 
 
 @pytest.mark.parametrize(("into", "out_of"), [((4, 96, 32), (4, 32, 48)), ((4, 32, 96), (4, 48, 32))])

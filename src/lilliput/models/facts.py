@@ -45,7 +45,7 @@ class BlockFacts:
     :ivar rows: of all its matrices (outputs); int8 weights have a scale for each
     :ivar others: numbers that keep their precision, such as norms, biases, routers, and what no kernel takes
     :ivar read: numbers of its matrices that one token needs; fewer than `matrices` where it has experts
-    :ivar largest: numbers in its largest tensor
+    :ivar largest: numbers in its largest tensor; all experts count as one, which most releases make of them on reading
     :ivar cache: numbers that one token of one row leaves in the attention cache
     """
 
@@ -132,13 +132,14 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
 def _block(
     tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache: int, hidden: int, transposed: bool
 ) -> BlockFacts:
-    matrices = rows = others = largest = 0
+    matrices = rows = others = largest = experts = 0
     read = 0.0
     for name, shape in tensors:
         if len(shape) > 3:
             continue  # a mask that old checkpoints carry
         numbers = math.prod(shape)
-        largest = max(largest, numbers)
+        experts += numbers if _EXPERT.search(name) else 0
+        largest = max(largest, numbers, experts)
         outputs, inputs = _sides(name, shape, hidden, transposed)
         if not can_quantize(outputs, inputs):
             others += numbers

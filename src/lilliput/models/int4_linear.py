@@ -17,7 +17,7 @@ from lilliput.models.quantized_linear import QuantizedLinear, slices
 
 GROUP = 32
 #: from so many tokens on, weights are made wide
-_MANY = 16
+_MANY = 80
 #: candidates for the width of a group's grid, as shares of its range: outliers may be cut off for the others' sake
 _SHARES = (1.0, 0.9)
 #: outputs that torch's kernel keeps together, depending on how long the processor's vectors are
@@ -77,7 +77,7 @@ class Int4Linear(QuantizedLinear):
     def _wide(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Some outputs after the others, with their weights [in, some]."""
         for some, codes in self._codes():
-            scales, zeros = self._scales[:, some].float().unbind(dim=-1)
+            scales, zeros = self._scales[:, some].float().permute(2, 0, 1).contiguous()
             grouped = codes.float().view(-1, GROUP, codes.shape[1])
             wide = grouped.sub_(8).mul_(scales[:, None]).add_(zeros[:, None])
             yield some, wide.view_as(codes).to(self.dtype)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.experts import QuantizedExperts, expert_weights
@@ -76,11 +77,9 @@ def quantize(block: nn.Module, kind: str) -> None:
 
 def _weight(module: nn.Module) -> torch.Tensor | None:
     """A linear layer's weight [out, in], or None for other modules."""
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or (type(module).__name__ == "FalconLinear" and isinstance(module, nn.Linear)):
         return module.weight
-    if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):  # gpt2's linear layer
-        return module.weight.t()  # type: ignore[operator]
-    return None
+    return module.weight.t() if isinstance(module, Conv1D) else None
 
 
 def joined(modules: Sequence[QuantizedModule]) -> QuantizedLinear:
