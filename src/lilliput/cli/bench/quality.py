@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from lilliput.cli.bench.report import Figure
 from lilliput.cli.bench.shuffled import shuffled
 from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
 from lilliput.models.ends import load_ends
-from lilliput.models.facts import ModelFacts
 from lilliput.models.machine import bytes_a_second
 from lilliput.models.plan import block_bytes
 from lilliput.models.sources import ModelFiles, resolve
@@ -33,6 +33,7 @@ PRECISIONS: tuple[tuple[str, str | None, torch.dtype | None], ...] = (
 _SHUFFLED = (("int8", "int8", None), ("int4", "int4", None))
 _WINDOW = 512
 _STREAMS = (1, 4, 8, 16)
+_PROMPTS = (128, 512)
 #: tokens that each stream has in its cache when its steps are timed
 _HISTORY = 256
 #: steps of which the fastest counts, in each round
@@ -47,7 +48,7 @@ def text() -> str:
 
 
 def measure(model: str, rounds: int, *, tokens: int = 41 * _WINDOW) -> list[Figure]:
-    """Perplexities of the model's precisions beside bfloat16's, and how fast the steps of a large block are."""
+    """Perplexities of the model's precisions beside bfloat16's, and how fast some of its blocks and a large one are."""
     from transformers import AutoTokenizer
 
     files = resolve(model)
@@ -58,8 +59,9 @@ def measure(model: str, rounds: int, *, tokens: int = 41 * _WINDOW) -> list[Figu
     with shuffled(files) as other:
         if other is not None:
             figures += _perplexities(other, windows, _SHUFFLED, f"channels shuffled; {note}")
+    figures += speeds(files, (0, files.blocks // 3), rounds)
     with _large_block() as large:
-        figures += speeds(large, rounds)
+        figures += speeds(large, (0, 1), rounds)
     return figures
 
 
@@ -104,43 +106,36 @@ class _Through(nn.Module):
         return self._span.paged(hidden[0], batch, self._pools, self._span.start, self._span.end)[None]
 
 
-def speeds(files: ModelFiles, rounds: int) -> list[Figure]:
-    """Steps a second of so many streams, each precision beside bfloat16 in alternating rounds.
+def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int) -> list[Figure]:
+    """Steps of so many streams, and prompts, a second, each precision beside bfloat16 in alternating rounds.
 
-    The figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
+    A figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
     """
     kinds = (None, "int8", "int4")
-    streams = {kind: _Streams(Span.load(files, 0, files.blocks, dtype=torch.bfloat16, quantize=kind)) for kind in kinds}
+    streams = {kind: _Streams(Span.load(files, *blocks, dtype=torch.bfloat16, quantize=kind)) for kind in kinds}
     memory, facts = bytes_a_second(), files.facts()
     figures = []
-    for rows in _STREAMS:
+    passes: list[tuple[str, Callable[[_Streams], float]]] = [
+        *((f"steps of {rows}", functools.partial(_Streams.step, rows=rows)) for rows in _STREAMS),
+        *((f"prompts of {tokens}", functools.partial(_Streams.prompt, tokens=tokens)) for tokens in _PROMPTS),
+    ]
+    for name, seconds in passes:
         took: dict[str | None, list[float]] = {kind: [] for kind in kinds}
         for number in range(rounds + 1):
             for kind in kinds:
-                rate = 1 / streams[kind].seconds(rows)
+                rate = 1 / seconds(streams[kind])
                 if number:  # the first round warms up
                     took[kind].append(rate)
         for kind in kinds:
-            note = f"a block of {facts.hidden_size:,} hidden; reading it allows {memory / _bytes(facts, kind):,.0f}"
-            beside = "" if kind is None else "; beside bfloat16"
-            figures.append(
-                Figure(
-                    f"steps of {rows}, {kind or 'bfloat16'}",
-                    "1/s",
-                    took[kind],
-                    took[None] if kind else [],
-                    note + beside,
-                )
-            )
+            weights = sum(block_bytes(block, "bfloat16", kind) for block in facts.blocks[slice(*blocks)])
+            note = f"{blocks[1] - blocks[0]} blocks of {facts.hidden_size:,}; reading allows {memory / weights:,.0f}"
+            beside = took[None] if kind else []
+            figures.append(Figure(f"{name}, {kind or 'bfloat16'}", "1/s", took[kind], beside, note))
     return figures
 
 
-def _bytes(facts: ModelFacts, kind: str | None) -> int:
-    return sum(block_bytes(block, "bfloat16", kind) for block in facts.blocks)
-
-
 class _Streams:
-    """Some streams in the middle of their texts."""
+    """Some streams, whose texts are as long as `_HISTORY`."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -148,19 +143,28 @@ class _Streams:
         for pool in self._pools.values():
             pool.zero_()
 
-    def seconds(self, rows: int) -> float:
-        """The fastest of some steps."""
-        hidden = torch.randn(rows, self._span.hidden_size).to(self._span.dtype)
+    def step(self, rows: int) -> float:
+        """Seconds that one token of each takes: the fastest of some steps."""
         pages = torch.arange(rows)[:, None]
         took = []
         for place in range(_HISTORY, _HISTORY + _STEPS):
             at = torch.full((rows,), place)
             slots = pages[:, 0] * 2 * _HISTORY + place
             batch = PackedBatch(2 * _HISTORY, position_ids=at, slots=slots, decode=[DecodeGroup(pages, at + 1)])
-            begun = time.perf_counter()
-            self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
-            took.append(time.perf_counter() - begun)
+            took.append(self._seconds(rows, batch))
         return min(took)
+
+    def prompt(self, tokens: int) -> float:
+        """Seconds that the first tokens of one take."""
+        places = torch.arange(tokens)
+        chunk = Chunk(1, tokens, 0, torch.zeros(1, 1, dtype=torch.int64))
+        return self._seconds(tokens, PackedBatch(2 * _HISTORY, position_ids=places, slots=places, chunks=[chunk]))
+
+    def _seconds(self, tokens: int, batch: PackedBatch) -> float:
+        hidden = torch.randn(tokens, self._span.hidden_size).to(self._span.dtype)
+        begun = time.perf_counter()
+        self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
+        return time.perf_counter() - begun
 
 
 @contextlib.contextmanager
