@@ -1,0 +1,89 @@
+"""The swarm as this gateway sees it, for the swarm page."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import time
+from typing import Any
+
+from starlette.responses import Response
+
+import lilliput
+from lilliput.client.costs import RoundTripTimes
+from lilliput.client.route import estimate
+from lilliput.errors import MissingBlocks
+from lilliput.gateway.delivery import Json, dumped
+from lilliput.gateway.places import Places
+from lilliput.gateway.served_model import ServedModel
+from lilliput.swarm.held_model import HeldModel
+
+#: a look serves everyone who asks within so many seconds
+_FRESH_SECONDS = 2.0
+#: longer answers are packed for browsers that can unpack them: hundreds of servers are watched from phones, too
+_LONG_BYTES = 16 << 10
+
+
+class SwarmView:
+    """Looks when somebody asks, however many watch, and at nothing while nobody does."""
+
+    def __init__(self, model: ServedModel, places: Places) -> None:
+        self._model, self._places = model, places
+        self._looking: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._looked = 0.0
+
+    async def response(self, accepted_encodings: str = "") -> Response:
+        """JSON. Raises `Unreachable` if nobody in the swarm answers."""
+        now = time.monotonic()
+        if self._looking is None or (self._looking.done() and now - self._looked >= _FRESH_SECONDS):
+            self._looked, self._looking = now, asyncio.ensure_future(self._look())
+            self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())
+        plain, packed = await asyncio.shield(self._looking)
+        headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
+        if packed and "gzip" in accepted_encodings:
+            return Response(packed, media_type=Json.media_type, headers=headers | {"Content-Encoding": "gzip"})
+        return Response(plain, media_type=Json.media_type, headers=headers)
+
+    async def _look(self) -> tuple[bytes, bytes]:
+        facts = await self.facts()
+        plain = dumped(facts)
+        return plain, await asyncio.to_thread(gzip.compress, plain, 4) if len(plain) > _LONG_BYTES else b""
+
+    async def facts(self) -> dict[str, Any]:
+        """What `HeldModel` tells, without addresses, and what this gateway would do and does."""
+        remote = self._model.decoder.remote
+        connection = remote.connection
+        records = await connection.records(remote.name, fresh=True)
+        round_trips = await connection.round_trips(records, within=0.0)
+        records.sort(key=lambda record: (record.start, record.end, record.peer_id))
+        held = HeldModel(remote.name, remote.blocks, records, round_trips, remote.fingerprint, connection.banned())
+        facts = held.facts()
+        for server in facts["servers"]:
+            del server["addresses"]  # an affair of the swarm's members, which those who talk to it are not
+        return {
+            **facts,
+            "path": await self._path(round_trips),
+            "requests": {"running": self._places.taken, "waiting": self._places.waiting},
+            "started_at": self._model.created,
+            "version": lilliput.__version__,
+        }
+
+    async def _path(self, round_trips: RoundTripTimes) -> dict[str, Any] | None:
+        """The chain that an answer would take now, and what is expected of it for each token; None if there is none."""
+        remote = self._model.decoder.remote
+        try:
+            chain = await remote.chain(0, remote.blocks, pushes=remote.push)
+        except MissingBlocks:
+            return None
+        expected = estimate(chain, round_trips=round_trips, pushes=remote.push)
+        legs = [
+            {
+                "peer_id": leg.hop.peer_id,
+                "start": leg.hop.start,
+                "end": leg.hop.end,
+                "network_ms": round(leg.network * 1e3, 2),
+                "compute_ms": round(leg.compute * 1e3, 2),
+            }
+            for leg in expected.legs
+        ]
+        return {"legs": legs, "back_ms": round(expected.back * 1e3, 2), "total_ms": round(expected.total * 1e3, 2)}
