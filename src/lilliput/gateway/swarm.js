@@ -175,12 +175,12 @@ function drawTable() {
   const by = COLUMNS.find(([name]) => name === sorting.by)[2], wanted = $("find").value.trim().toLowerCase();
   const fits = (s) => !wanted || (/^\d+$/.test(wanted) && s.start <= +wanted && +wanted < s.end) || `${label(s)} ${s.peer_id} ${span([s.start, s.end])} ${standing(s)[1]} ${s.dtype} ${s.version}`.toLowerCase().includes(wanted);
   const shown = facts.servers.filter(fits).sort((a, b) => (by(a) < by(b) ? -1 : by(a) > by(b) ? 1 : 0) * (sorting.up ? 1 : -1));
-  put($("table-sum"), facts.servers.length ? (wanted ? `${shown.length} of ${plural(facts.servers.length, "server")}.` : "Each with what it says of itself. Choose a heading to sort.") : "None has announced itself.");
+  put($("table-sum"), facts.servers.length ? (wanted ? `${shown.length} of ${plural(facts.servers.length, "server")}.` : "Each with what it says of itself, and how far it is from here.") : "None has announced itself.");
   for (const [peer, row] of rows) if (!shown.some((server) => server.peer_id === peer)) { row.remove(); rows.delete(peer); }
   shown.forEach((server, n) => {
     let row = rows.get(server.peer_id);
     if (!row) {
-      row = make("tr", {}, ...COLUMNS.map(([name], n) => n ? make("td", { className: n < 3 || name === "precision" ? "left" : "" }, make("span"), make("small")) : make("th", { scope: "row" }, make("button", { type: "button", onclick: () => choose(server.peer_id, true) }))));
+      row = make("tr", { role: "row" }, ...COLUMNS.map(([name], n) => n ? make("td", { role: "cell", className: n < 3 || name === "precision" ? "left" : "" }, make("span"), make("small")) : make("th", { role: "rowheader", scope: "row" }, make("button", { type: "button", onclick: () => choose(server.peer_id, true) }))));
       [...row.children].forEach((cell, n) => { cell.dataset.name = COLUMNS[n][0]; });
       row.children[4].append(make("i", { className: "meter" }));
       rows.set(server.peer_id, row);

@@ -25,7 +25,7 @@ _LONG_BYTES = 16 << 10
 
 
 class SwarmView:
-    """Looks when somebody asks, however many watch, and at nothing while nobody does."""
+    """Tells what `HeldModel` does, and what this gateway would do and does. Looks only when somebody asks."""
 
     def __init__(self, model: ServedModel, places: Places) -> None:
         self._model, self._places = model, places
@@ -45,28 +45,21 @@ class SwarmView:
         return Response(plain, media_type=Json.media_type, headers=headers)
 
     async def _look(self) -> tuple[bytes, bytes]:
-        facts = await self.facts()
-        plain = dumped(facts)
-        return plain, await asyncio.to_thread(gzip.compress, plain, 4) if len(plain) > _LONG_BYTES else b""
-
-    async def facts(self) -> dict[str, Any]:
-        """What `HeldModel` tells, without addresses, and what this gateway would do and does."""
         remote = self._model.decoder.remote
         connection = remote.connection
         records = await connection.records(remote.name, fresh=True)
         round_trips = await connection.round_trips(records, within=0.0)
         records.sort(key=lambda record: (record.start, record.end, record.peer_id))
-        held = HeldModel(remote.name, remote.blocks, records, round_trips, remote.fingerprint, connection.banned())
-        facts = held.facts()
-        for server in facts["servers"]:
-            del server["addresses"]  # an affair of the swarm's members, which those who talk to it are not
-        return {
-            **facts,
+        held = HeldModel(
+            remote.name, remote.blocks, records, dict(round_trips), remote.fingerprint, connection.banned()
+        )
+        more = {
             "path": await self._path(round_trips),
             "requests": {"running": self._places.taken, "waiting": self._places.waiting},
             "started_at": self._model.created,
             "version": lilliput.__version__,
         }
+        return await asyncio.to_thread(_written, held, more)  # of hundreds of servers: tokens do not wait for it
 
     async def _path(self, round_trips: RoundTripTimes) -> dict[str, Any] | None:
         """The chain that an answer would take now, and what is expected of it for each token; None if there is none."""
@@ -87,3 +80,12 @@ class SwarmView:
             for leg in expected.legs
         ]
         return {"legs": legs, "back_ms": round(expected.back * 1e3, 2), "total_ms": round(expected.total * 1e3, 2)}
+
+
+def _written(held: HeldModel, more: dict[str, Any]) -> tuple[bytes, bytes]:
+    """JSON of all that is seen, plain and, if it is long, packed."""
+    facts = held.facts()
+    for server in facts["servers"]:
+        del server["addresses"]  # an affair of the swarm's members, which those who talk to it are not
+    plain = dumped({**facts, **more})
+    return plain, gzip.compress(plain, 4) if len(plain) > _LONG_BYTES else b""
