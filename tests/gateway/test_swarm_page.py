@@ -89,7 +89,7 @@ def test_a_real_swarm_on_a_phone(browser: Any, gateway: Gateway, swarm: LocalSwa
         details.wait_for(state="hidden")
         row = page.get_by_role("row", name=first)
         assert row.get_by_text("float32").is_visible()
-        assert page.get_by_role("list").filter(has_text=f"this API").get_by_text(second).is_visible()
+        assert page.get_by_role("list").filter(has_text="this API").get_by_text(second).is_visible()
         assert fits(page)
 
 
