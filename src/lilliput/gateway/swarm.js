@@ -1,5 +1,5 @@
 "use strict";
-const LOOK_MS = 3000, OLD_MS = 10000, PATIENCE_MS = 8000;
+const LOOK_MS = 3000, OLD_MS = 10000, PATIENCE_MS = 12000;
 const $ = (id) => document.getElementById(id);
 const make = (tag, props = {}, ...children) => {
   const node = Object.assign(document.createElement(tag), props);
@@ -8,7 +8,7 @@ const make = (tag, props = {}, ...children) => {
 };
 const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 const load = () => { try { return JSON.parse(localStorage.getItem("lilliput.settings")) ?? {}; } catch { return {}; } };
-let facts = null, seenAt = 0, trouble = "", chosen = "", sorting = { by: "blocks", up: true }, timer = 0, since = new Map();
+let facts = null, seenAt = 0, trouble = "", chosen = "", sorting = { by: "blocks", up: true }, timer = 0;
 const events = [];
 
 // ---- in words
@@ -86,7 +86,7 @@ function drawTiles() {
   const tiles = [
     ["Servers", String(serving.length), ["serving", ...changing].join(", ")],
     ["Fewest servers of a block", String(least), `the most: ${Math.max(0, ...coverage)}`],
-    ["Speed of one answer", path ? rate(1000 / path.total_ms) : "none", path ? `tokens/s expected, over ${plural(path.legs.length, "server")}` : "blocks are missing"],
+    ["Speed of one answer", path ? rate(1000 / path.total_ms) : "none", path ? `tokens/s expected, over ${plural(path.legs.length, "server")}` : facts.missing.length ? "blocks are missing" : "no path may be taken"],
     ["Room for conversations", short(free), all ? `tokens, of ${short(all)}, at the fullest block` : "tokens"],
     ["Answers right now", String(requests.running), requests.waiting ? `by this API; ${requests.waiting} wait` : "by this API; none waits"],
     ["Sessions on servers", String(sum("sessions")), sum("queue_length") ? `${sum("queue_length")} wait for room` : "none waits for room"],
@@ -127,7 +127,7 @@ function drawMap() {
     had.delete(server.peer_id);
     bar.dataset.peer = server.peer_id;
     bar.className = "bar " + colour;
-    bar.style.cssText = `grid-column:${server.start + 1}/${Math.min(server.end, blocks) + 1};grid-row:${lanes.get(server.peer_id) + 1}` + (leg ? `;--from:${100 * (leg.start - server.start) / size}%;--share:${100 * (leg.end - leg.start) / size}%` : "");
+    bar.style.cssText = `grid-column:${Math.min(server.start, blocks - 1) + 1}/${Math.min(server.end, blocks) + 1};grid-row:${lanes.get(server.peer_id) + 1}` + (leg ? `;--from:${100 * (leg.start - server.start) / size}%;--share:${100 * (leg.end - leg.start) / size}%` : "");
     const [name, more] = bar.firstElementChild.children;
     put(name, label(server)); put(more, colour === "serving" ? `${rate(server.tokens_per_second)}/s` : word);
     bar.ariaPressed = String(server.peer_id === chosen);
@@ -154,7 +154,7 @@ function drawPath() {
   $("time").replaceChildren(...path.legs.flatMap((leg) => [part(leg.network_ms, "way", `on the way: ${ms(leg.network_ms)}`), part(leg.compute_ms, "", `${names.get(leg.peer_id)}: ${ms(leg.compute_ms)}`)]), part(path.back_ms, "way", `back: ${ms(path.back_ms)}`));
 }
 const COLUMNS = [  // heading, explanation, what is sorted by, text, a second text
-  ["server", "The name its owner gave it, or the end of its key", (s) => label(s).toLowerCase(), label],
+  ["server", "The name its owner gave it, or the end of its key", (s) => label(s).toLowerCase(), label, (s) => s.name ? ` ${s.peer_id.slice(-8)}` : ""],
   ["blocks", "10:20 are blocks 10 to 19", (s) => s.start * 1e6 + s.end, (s) => span([s.start, s.end])],
   ["state", "serving, joining (reads its blocks), leaving, or out of use", (s) => standing(s)[1], (s) => standing(s)[1]],
   ["tokens/s", "Of one conversation through all its blocks; behind it, of many at once", (s) => s.tokens_per_second ?? -1, (s) => rate(s.tokens_per_second), (s) => s.throughput ? ` / ${rate(s.throughput)}` : ""],
@@ -180,7 +180,7 @@ function drawTable() {
   shown.forEach((server, n) => {
     let row = rows.get(server.peer_id);
     if (!row) {
-      row = make("tr", { role: "row" }, ...COLUMNS.map(([name], n) => n ? make("td", { role: "cell", className: n < 3 || name === "precision" ? "left" : "" }, make("span"), make("small")) : make("th", { role: "rowheader", scope: "row" }, make("button", { type: "button", onclick: () => choose(server.peer_id, true) }))));
+      row = make("tr", { role: "row" }, ...COLUMNS.map(([name], n) => n ? make("td", { role: "cell", className: n < 3 || name === "precision" ? "left" : "" }, make("span"), make("small")) : make("th", { role: "rowheader", scope: "row" }, make("button", { type: "button", onclick: () => choose(server.peer_id, true) }), make("small"))));
       [...row.children].forEach((cell, n) => { cell.dataset.name = COLUMNS[n][0]; });
       row.children[4].append(make("i", { className: "meter" }));
       rows.set(server.peer_id, row);
@@ -253,7 +253,7 @@ function choose(peer, scroll = false) {
   chosen = peer === chosen && !scroll ? "" : peer;
   drawMap(); drawTable(); drawDetails();
   if (scroll) $("details").scrollIntoView({ block: "center" });
-  if (!chosen && $("details").contains(document.activeElement) | !document.activeElement?.isConnected) document.querySelector(`.bar[data-peer="${CSS.escape(had)}"]`)?.focus();
+  if (!chosen && $("details").contains(document.activeElement)) document.querySelector(`.bar[data-peer="${CSS.escape(had)}"]`)?.focus();
 }
 async function look() {
   clearTimeout(timer);
@@ -275,6 +275,7 @@ async function look() {
     trouble = error.name === "TypeError" || error.name === "TimeoutError" || error.name === "AbortError" ? "This API does not answer." : `This page failed: ${error.message}`;
   }
   tick();
+  clearTimeout(timer);  // another look may have begun meanwhile
   timer = setTimeout(look, document.hidden ? 10 * LOOK_MS : LOOK_MS);
 }
 function tick() {

@@ -12,9 +12,10 @@ from starlette.responses import Response
 import lilliput
 from lilliput.client.costs import RoundTripTimes
 from lilliput.client.route import estimate
-from lilliput.errors import MissingBlocks
+from lilliput.errors import LilliputError, Unreachable
 from lilliput.gateway.delivery import Json, dumped
 from lilliput.gateway.places import Places
+from lilliput.gateway.problems import Problem
 from lilliput.gateway.served_model import ServedModel
 from lilliput.swarm.held_model import HeldModel
 
@@ -33,12 +34,17 @@ class SwarmView:
         self._looked = 0.0
 
     async def response(self, accepted_encodings: str = "") -> Response:
-        """JSON. Raises `Unreachable` if nobody in the swarm answers."""
+        """JSON. Raises `Problem` if nobody in the swarm answers."""
         now = time.monotonic()
         if self._looking is None or (self._looking.done() and now - self._looked >= _FRESH_SECONDS):
             self._looked, self._looking = now, asyncio.ensure_future(self._look())
             self._looking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        plain, packed = await asyncio.shield(self._looking)
+        try:
+            plain, packed = await asyncio.shield(self._looking)
+        except Unreachable as e:
+            raise Problem(
+                "Nobody in the swarm answers this API.", status=503, kind="server_error", code="swarm_unreachable"
+            ) from e
         headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
         if packed and "gzip" in accepted_encodings:
             return Response(packed, media_type=Json.media_type, headers=headers | {"Content-Encoding": "gzip"})
@@ -66,7 +72,7 @@ class SwarmView:
         remote = self._model.decoder.remote
         try:
             chain = await remote.chain(0, remote.blocks, pushes=remote.push)
-        except MissingBlocks:
+        except LilliputError:  # blocks are missing, or not those of the right files: the facts tell
             return None
         expected = estimate(chain, round_trips=round_trips, pushes=remote.push)
         legs = [
