@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: where there is no terminal, lines may be as long as they are
 _UNBOUNDED = 200
 _MOST_CELLS = 100
+_KEY = "  █ by more than one"
+#: of the columns beside the server's name, which takes what is left
+_OTHER_COLUMNS = 72
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 #: of a model at least so many servers are shown, however low the screen is
 _LEAST_ROWS = 3
@@ -56,7 +59,7 @@ def _drawn_model(held: HeldModel, width: int, rows: int | None) -> Iterator[Rend
     yield Text.assemble((held.name, "bold"), f", {held.blocks} blocks: ", lacking)
     yield _coverage_bar(held, width)
     if held.servers:
-        yield _table(held, held.servers[:rows])
+        yield _table(held, held.servers[:rows], width)
     if rows is not None and len(held.servers) > rows:
         yield Text(f"and {len(held.servers) - rows} more; `lilliput status` without --watch shows all", "dim")
     for adapter in sorted({name for server in held.servers for name in server.adapters}):
@@ -64,12 +67,12 @@ def _drawn_model(held: HeldModel, width: int, rows: int | None) -> Iterator[Rend
         yield f"adapter {adapter}: blocks {', '.join(f'{start}:{end}' for start, end in spans)}"
 
 
-def _table(held: HeldModel, servers: Sequence[ServerRecord]) -> Table:
+def _table(held: HeldModel, servers: Sequence[ServerRecord], width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("server", no_wrap=True, max_width=16)
+    table.add_column("server", no_wrap=True, max_width=min(max(width - _OTHER_COLUMNS, 8), 24))
     for heading in ("blocks", "state", "dtype"):
         table.add_column(heading, no_wrap=True)
     for heading in ("tok/s", "free/cache", "sessions", "queue", "ms"):
@@ -98,14 +101,14 @@ def _coverage_bar(held: HeldModel, width: int) -> Text:
     from rich.text import Text
 
     coverage = held.coverage()
-    cells = min(len(coverage), _MOST_CELLS, max(width - 2, 1))
+    key = _KEY if max(coverage, default=0) > 1 else ""
+    cells = min(len(coverage), _MOST_CELLS, max(width - 2 - len(key), 1))
     bar = Text()
     for cell in range(cells):
         first, end = cell * len(coverage) // cells, (cell + 1) * len(coverage) // cells
         least = min(coverage[first:end])
         bar.append(*(("·", "bold red"), ("━", "green"), ("█", "green"))[min(least, 2)])
-    if cells and max(coverage) > 1:
-        bar.append("  █ by more than one", "dim")
+    bar.append(key, "dim")
     return bar
 
 
