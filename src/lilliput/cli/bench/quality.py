@@ -7,15 +7,18 @@ import functools
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from lilliput.cli.bench.report import Figure
 from lilliput.cli.bench.shuffled import shuffled
-from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
+from lilliput.engine.engine import Engine
+from lilliput.engine.scheduler import Budget
+from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.models.ends import load_ends
 from lilliput.models.machine import bytes_a_second
 from lilliput.models.plan import block_bytes
@@ -35,9 +38,10 @@ _WINDOW = 512
 _STREAMS = (1, 4, 8, 16)
 _PROMPTS = (128, 512)
 #: tokens that each stream has in its cache when its steps are timed
-_HISTORY = 256
+_HISTORY = 32
+_PAGE = 32
 #: steps of which the fastest counts, in each round
-_STEPS = 5
+_STEPS = 6
 
 
 def text() -> str:
@@ -81,10 +85,9 @@ def _perplexities(
 
 def perplexity(files: ModelFiles, windows: torch.Tensor, span: Span) -> float:
     """Of whole windows [windows, tokens] of text, through a span of all blocks and its cache."""
-    through = _Through(span, windows.shape[1])
-    ends = load_ends(files, through, dtype=torch.bfloat16)
     total = 0.0
-    with torch.inference_mode():
+    with _Streams(span, windows.shape[1]) as streams, torch.inference_mode():
+        ends = load_ends(files, _Through(streams), dtype=torch.bfloat16)
         for window in windows:
             logits = ends(window[None], use_cache=False).logits[0, :-1].float()
             total += nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
@@ -92,18 +95,14 @@ def perplexity(files: ModelFiles, windows: torch.Tensor, span: Span) -> float:
 
 
 class _Through(nn.Module):
-    """Stands for all blocks of a model's ends: a window at a time through a span and its cache."""
+    """Stands for all blocks of a model's ends."""
 
-    def __init__(self, span: Span, tokens: int) -> None:
+    def __init__(self, streams: _Streams) -> None:
         super().__init__()
-        self._span, self._tokens = span, tokens
-        self._pools = span.new_pools(1, tokens)
+        self._streams = streams
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        places = torch.arange(self._tokens)
-        chunk = Chunk(1, self._tokens, 0, torch.zeros(1, 1, dtype=torch.int64))
-        batch = PackedBatch(self._tokens, position_ids=places, slots=places, chunks=[chunk])
-        return self._span.paged(hidden[0], batch, self._pools, self._span.start, self._span.end)[None]
+        return self._streams.prompt(hidden)
 
 
 def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int) -> list[Figure]:
@@ -112,59 +111,96 @@ def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int) -> list[Figu
     A figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
     """
     kinds = (None, "int8", "int4")
-    streams = {kind: _Streams(Span.load(files, *blocks, dtype=torch.bfloat16, quantize=kind)) for kind in kinds}
     memory, facts = bytes_a_second(), files.facts()
     figures = []
     passes: list[tuple[str, Callable[[_Streams], float]]] = [
-        *((f"steps of {rows}", functools.partial(_Streams.step, rows=rows)) for rows in _STREAMS),
-        *((f"prompts of {tokens}", functools.partial(_Streams.prompt, tokens=tokens)) for tokens in _PROMPTS),
+        *((f"steps of {rows}", functools.partial(_step_seconds, rows=rows)) for rows in _STREAMS),
+        *((f"prompts of {tokens}", functools.partial(_prompt_seconds, tokens=tokens)) for tokens in _PROMPTS),
     ]
-    for name, seconds in passes:
-        took: dict[str | None, list[float]] = {kind: [] for kind in kinds}
-        for number in range(rounds + 1):
+    with contextlib.ExitStack() as stack:
+        streams = {
+            kind: stack.enter_context(_Streams(Span.load(files, *blocks, dtype=torch.bfloat16, quantize=kind)))
+            for kind in kinds
+        }
+        for name, seconds in passes:
+            took: dict[str | None, list[float]] = {kind: [] for kind in kinds}
+            for number in range(rounds + 1):
+                for kind in kinds:
+                    rate = 1 / seconds(streams[kind])
+                    if number:  # the first round warms up
+                        took[kind].append(rate)
             for kind in kinds:
-                rate = 1 / seconds(streams[kind])
-                if number:  # the first round warms up
-                    took[kind].append(rate)
-        for kind in kinds:
-            weights = sum(block_bytes(block, "bfloat16", kind) for block in facts.blocks[slice(*blocks)])
-            note = f"{blocks[1] - blocks[0]} blocks of {facts.hidden_size:,}; reading allows {memory / weights:,.0f}"
-            beside = took[None] if kind else []
-            figures.append(Figure(f"{name}, {kind or 'bfloat16'}", "1/s", took[kind], beside, note))
+                weights = sum(block_bytes(block, "bfloat16", kind) for block in facts.blocks[slice(*blocks)])
+                note = (
+                    f"{blocks[1] - blocks[0]} blocks of {facts.hidden_size:,}; reading allows {memory / weights:,.0f}"
+                )
+                beside = took[None] if kind else []
+                figures.append(Figure(f"{name}, {kind or 'bfloat16'}", "1/s", took[kind], beside, note))
     return figures
 
 
+def _step_seconds(streams: _Streams, rows: int) -> float:
+    """One token of each of so many streams: the fastest of some steps."""
+    took = []
+    with streams.session(rows) as session:
+        streams.step(session, streams.random(rows, _HISTORY))
+        for _ in range(_STEPS):
+            hidden = streams.random(rows, 1)
+            begun = time.perf_counter()
+            streams.step(session, hidden)
+            took.append(time.perf_counter() - begun)
+    return min(took)
+
+
+def _prompt_seconds(streams: _Streams, tokens: int) -> float:
+    hidden = streams.random(1, tokens)
+    begun = time.perf_counter()
+    streams.prompt(hidden)
+    return time.perf_counter() - begun
+
+
 class _Streams:
-    """Some streams, whose texts are as long as `_HISTORY`."""
+    """A span in an engine.
 
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self._pools = span.new_pools(max(_STREAMS), 2 * _HISTORY)
-        for pool in self._pools.values():
-            pool.zero_()
+    :param tokens: the longest prompt
+    """
 
-    def step(self, rows: int) -> float:
-        """Seconds that one token of each takes: the fastest of some steps."""
-        pages = torch.arange(rows)[:, None]
-        took = []
-        for place in range(_HISTORY, _HISTORY + _STEPS):
-            at = torch.full((rows,), place)
-            slots = pages[:, 0] * 2 * _HISTORY + place
-            batch = PackedBatch(2 * _HISTORY, position_ids=at, slots=slots, decode=[DecodeGroup(pages, at + 1)])
-            took.append(self._seconds(rows, batch))
-        return min(took)
+    def __init__(self, span: Span, tokens: int = max(_PROMPTS)) -> None:
+        self._span, self._tokens = span, tokens
+        pages = max(-(-tokens // _PAGE), max(_STREAMS) * -(-(_HISTORY + _STEPS) // _PAGE))
+        self._engine = Engine(span, pages=pages, page_size=_PAGE, budget=Budget(alone=tokens))
 
-    def prompt(self, tokens: int) -> float:
-        """Seconds that the first tokens of one take."""
-        places = torch.arange(tokens)
-        chunk = Chunk(1, tokens, 0, torch.zeros(1, 1, dtype=torch.int64))
-        return self._seconds(tokens, PackedBatch(2 * _HISTORY, position_ids=places, slots=places, chunks=[chunk]))
+    def __enter__(self) -> Self:
+        self._engine.start()
+        return self
 
-    def _seconds(self, tokens: int, batch: PackedBatch) -> float:
-        hidden = torch.randn(tokens, self._span.hidden_size).to(self._span.dtype)
-        begun = time.perf_counter()
-        self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
-        return time.perf_counter() - begun
+    def __exit__(self, *error: object) -> None:
+        self._engine.stop()
+
+    def random(self, rows: int, tokens: int) -> torch.Tensor:
+        return torch.randn(rows, tokens, self._span.hidden_size).to(self._span.dtype)
+
+    @contextlib.contextmanager
+    def session(self, rows: int = 1, length: int = _HISTORY + _STEPS) -> Iterator[CacheSession]:
+        span = self._span
+        session = self._engine.open(span.start, span.end, rows=rows, max_length=length).result()
+        try:
+            yield session
+        finally:
+            self._engine.close(session).result()
+
+    def step(self, session: CacheSession, hidden: torch.Tensor) -> torch.Tensor:
+        done: Future[object] = Future()
+        self._engine.submit(session, Step(hidden, done=done.set_result))
+        output = done.result()
+        if isinstance(output, Exception):
+            raise output
+        assert isinstance(output, StepOutput)
+        return output.hidden
+
+    def prompt(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self.session(length=hidden.shape[1]) as session:
+            return self.step(session, hidden)
 
 
 @contextlib.contextmanager
