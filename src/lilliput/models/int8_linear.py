@@ -1,8 +1,8 @@
 """A linear layer with weights of 8 bits and a scale for each output.
 
-oneDNN multiplies integers of 8 bits several times as fast as anything wider, but both sides have to be such. So what
-comes in is written as two of them, `scale * (high + low / 254)`, of which the second is what the first leaves over: 16
-bits in all, which loses less than bfloat16 itself does. Both go through one product, the weights are read once.
+oneDNN multiplies integers of 8 bits faster than anything wider, but both sides have to be such. So what comes in is
+written as integers of 16 bits, with a scale for each token, and these as two of 8: `step * (256 * high + low)`. That
+loses less than bfloat16 itself does. Both halves go through one product, so the weights are read once.
 
 Where a processor has no such products, torch's own kernel takes a few tokens, and for many the weights are made wide.
 """
@@ -21,8 +21,8 @@ from lilliput.models.quantized_linear import QuantizedLinear, slices
 
 #: numbers of 8 bits without a sign stand for themselves less this
 _ZERO = 128
-#: `low` counts in parts of this of what `high` counts in
-_PARTS = 254
+#: so that a token of zeros has a scale
+_TINY = 1e-30
 #: tokens that are multiplied at a time: their outputs come in 32 bits, and twice
 _TOKENS = 512
 #: from so many tokens on torch's own kernel is slower than wide weights
@@ -71,6 +71,8 @@ class Int8Linear(QuantizedLinear):
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is not None:
+            if len(x) <= _TOKENS:
+                return _two_products(x, self._packed, self._scales)
             return torch.cat([_two_products(part, self._packed, self._scales).to(x.dtype) for part in x.split(_TOKENS)])
         if len(x) >= _MANY:
             return F.linear(x, self.dequantized())
@@ -78,15 +80,12 @@ class Int8Linear(QuantizedLinear):
 
 
 def _two_products(x: torch.Tensor, packed: Any, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [tokens, out]"""
-    wide = x.float()
-    step = wide.abs().amax(dim=1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
-    wide = wide / step
-    high = wide.round()
-    low = wide.sub_(high).mul_(_PARTS).round_()
-    both = torch.cat([high, low]).add_(_ZERO).to(torch.uint8)
-    out = _integer_product(both, packed, scales)
-    return torch.add(out[: len(x)], out[len(x) :], alpha=1 / _PARTS).mul_(step)
+    """[tokens, in] -> float32 [tokens, out]. Few operations: for one token each costs as much as a small layer."""
+    step = x.abs().amax(dim=1, keepdim=True).float().add_(_TINY).div_(127 * 256)
+    whole = (x / step).add_((_ZERO * 256 + _ZERO) + 0.5).to(torch.int32)  # cut off, which rounds what is positive
+    low_and_high = whole.view(torch.uint8).view(*x.shape, 4)[..., :2].permute(2, 0, 1).reshape(-1, x.shape[1])
+    out = _integer_product(low_and_high, packed, scales)
+    return torch.add(out[: len(x)], out[len(x) :], alpha=256).mul_(step)
 
 
 def _integer_product(x: torch.Tensor, packed: Any, scales: torch.Tensor) -> torch.Tensor:
@@ -94,10 +93,15 @@ def _integer_product(x: torch.Tensor, packed: Any, scales: torch.Tensor) -> torc
 
     :param x: uint8 [tokens, in]
     """
-    zeros = torch.zeros(len(scales), dtype=torch.int32)
     return torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, _ZERO, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        x, 1.0, _ZERO, packed, scales, _zeros(len(scales)), None, 1.0, 0, torch.float32, "none", [], ""
     )
+
+
+@functools.cache
+def _zeros(outputs: int) -> torch.Tensor:
+    """The zero points of the weights."""
+    return torch.zeros(outputs, dtype=torch.int32)
 
 
 @functools.cache
