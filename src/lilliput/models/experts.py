@@ -28,9 +28,9 @@ class QuantizedExperts(nn.Module):
         self.family = family
         weights = expert_weights(family)
         assert weights is not None
-        self._into, self._out_of = (
-            self._layers(name, weight.detach(), kind) for name, weight in zip(_names(family), weights, strict=True)
-        )
+        into, out_of = _names(family)
+        self._into = self._layers(into, weights.pop(0).detach(), kind)  # and frees them
+        self._out_of = self._layers(out_of, weights.pop().detach(), kind)
 
     def _layers(self, name: str, weight: torch.Tensor, kind: type[QuantizedLinear]) -> list[QuantizedLinear]:
         biases = getattr(self.family, f"{name}_bias").detach().clone() if self.family.has_bias else [None] * len(weight)

@@ -56,16 +56,15 @@ def quantize(block: nn.Module, kind: str) -> None:
     make = _KINDS[kind]
     for owner in list(block.modules()):
         for name, child in list(owner.named_children()):
-            experts = expert_weights(child)
-            if experts and all(can_quantize(*weight.shape[1:]) for weight in experts):
+            if _are_experts(child):
                 setattr(owner, name, QuantizedExperts(child, make))
-                del experts
             weight = _weight(child)
             if weight is not None and name not in ROUTERS and can_quantize(*weight.shape):
                 bias = getattr(child, "bias", None)
                 layer = make.of(weight.detach(), None if bias is None else bias.detach().clone())
                 setattr(owner, name, QuantizedModule(layer))
                 forget(weight)
+                del child.weight, weight  # now, and not when the whole block is done
     for module in block.modules():
         large = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 2]
         if large and expert_weights(module) is None:
@@ -73,6 +72,12 @@ def quantize(block: nn.Module, kind: str) -> None:
                 f"{type(module).__name__} cannot be kept in {kind} with transformers {transformers.__version__}: "
                 f"how it computes with {large[0]} is not understood. Serve the model without --quantize."
             )
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether they are such as can be quantized."""
+    weights = expert_weights(module)
+    return weights is not None and all(can_quantize(*weight.shape[1:]) for weight in weights)
 
 
 def _weight(module: nn.Module) -> torch.Tensor | None:
