@@ -42,6 +42,15 @@ def typical_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
+@pytest.fixture(params=["small", "large"], autouse=True)
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large layers of 8 bits are multiplied in another way."""
+    if request.param == "large":
+        if "int8" not in request.node.name:
+            pytest.skip("the same")
+        monkeypatch.setattr("lilliput.models.int8_linear._LARGE", 1)
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
