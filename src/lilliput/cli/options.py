@@ -46,6 +46,16 @@ TrustedPeers = Annotated[
         show_default="any peer",
     ),
 ]
+Audit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="Have so much of what servers return computed by others, too, and use none that lies; 0.01 is a hundredth.",
+        show_default="0, nothing",
+    ),
+]
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
 Port = Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)]
 Announce = Annotated[
