@@ -52,7 +52,7 @@ Audit = Annotated[
         min=0,
         max=1,
         metavar="SHARE",
-        help="Have so much of what servers return computed by others, too, and use none that lies; 0.01 is a hundredth.",
+        help="Have such a share of what servers return (as 0.01) computed by others, too; use none that lies.",
         show_default="0, nothing",
     ),
 ]
