@@ -122,7 +122,7 @@ class Audits:
         chain = self._chain
         hops = await self._somebody(leg, asked)
         names = self._names(part.begin)
-        prefix = for_all_rows(names.keys(0, part.begin, part.rows), part.rows, part.rows)
+        prefix = for_all_rows(names.keys(0, part.begin, part.rows), part.rows, chain.max_rows)
         patience = replace(chain.remote.patience, queue=0.0)
         legs = await chain.open_legs(hops, prefix, set(), patience, max_length=part.end)
         try:
