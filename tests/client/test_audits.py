@@ -141,14 +141,21 @@ class TestThree:
     def test_what_came_of_earlier_lies_is_forgotten(
         self, swarm: LocalSwarm, liar: str, tiny_llama: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        draws = iter([1.0] * 9)  # three steps of three servers are not audited
+        draws = iter([1.0] * 15)  # two steps of three servers, and three of another session, are not audited
         monkeypatch.setattr(audits._chance, "random", lambda: next(draws, 0.0))
         with (
             audited(swarm, tiny_llama, honest(swarm)) as model,
-            model.inference_session(max_length=64) as session,
+            model.inference_session(max_length=64) as other,
         ):
-            answer = model.generate(PROMPT, **GREEDY)
-            assert session.audits.convicted == [liar]
+            begun = model.generate(PROMPT, **{**GREEDY, "max_new_tokens": 2})
+            with model.inference_session(max_length=64) as session:
+                answer = model.generate(PROMPT, **GREEDY)
+                assert session.audits.convicted == [liar]
+            continued = model.generate(begun, **GREEDY)
+            assert [(r.peer_id, r.why.endswith("found out in another session")) for r in other.recoveries] == [
+                (liar, True)
+            ]
+        assert continued.tolist() == whole.generate(begun, **GREEDY).tolist()
         given_out = PROMPT.shape[1] + 3
         rest = {**GREEDY, "max_new_tokens": GREEDY["max_new_tokens"] - 3}
         assert answer.tolist() == whole.generate(answer[:, :given_out], **rest).tolist()

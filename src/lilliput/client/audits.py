@@ -56,13 +56,15 @@ class Audits:
 
     def draw(self, leg: Leg, part: Part, outputs: torch.Tensor) -> None:
         """A server has returned `outputs` for a part: leave it to chance whether that is looked at."""
-        if self._chain.remote.audit > _chance.random():
+        share = self._chain.remote.audit
+        if share and share > _chance.random():
             self._running.append(asyncio.create_task(self._audit(leg, part, outputs)))
 
     async def settle(self) -> None:
         """Wait for what came of the step's audits. Raises `Convicted`, or `Disputed`."""
-        running, self._running = self._running, []
-        await all_of(running)
+        if self._running:
+            running, self._running = self._running, []
+            await all_of(running)
 
     def give_up(self) -> None:
         """The step has failed."""
