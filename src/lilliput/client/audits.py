@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,13 @@ class Audits:
         self._turn = asyncio.Lock()
         self._secret = secrets.token_bytes(16)
         self.counts = AuditCounts()
+
+    def check(self, legs: Sequence[Leg]) -> None:
+        """Raise `Convicted` for a leg whose server another session has found out."""
+        if self._chain.remote.audit:
+            for leg in legs:
+                if leg.hop.peer_id in self._chain.remote.connection.convicted:
+                    raise Convicted(leg, WrongAnswer(f"server {leg.hop} was found out in another session"))
 
     def draw(self, leg: Leg, part: Part, outputs: torch.Tensor) -> None:
         """A server has returned `outputs` for a part: leave it to chance whether that is looked at."""

@@ -33,7 +33,7 @@ from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.tape import Part, Tape
 from lilliput.client.tasks import all_of
-from lilliput.errors import LilliputError, MissingBlocks, Unreachable, WrongAnswer
+from lilliput.errors import LilliputError, MissingBlocks, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -176,14 +176,8 @@ class Chain:
             self.tape.append(part)
         while True:
             try:
-                if self.remote.audit:
-                    self._look_for_convicts()
-                if len(parts) == 1:
-                    outputs = await self._pass(parts[0])
-                else:
-                    tasks = [asyncio.create_task(self._pass(part)) for part in parts]
-                    outputs = torch.cat(await all_of(tasks), dim=1)
-                await self.audits.settle()
+                self.audits.check(self.legs)
+                outputs = await self._run(parts)
                 break
             except Convicted as convicted:
                 await self._begin_again(convicted, step.begin)
@@ -192,11 +186,18 @@ class Chain:
         self.moves.look_around()
         return outputs
 
-    def _look_for_convicts(self) -> None:
-        """Another session may have found a server out."""
-        for leg in self.legs:
-            if leg.hop.peer_id in self.remote.connection.convicted:
-                raise Convicted(leg, WrongAnswer(f"server {leg.hop} was found out in another session"))
+    async def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+        try:
+            if len(parts) == 1:
+                outputs = await self._pass(parts[0])
+            else:
+                tasks = [asyncio.create_task(self._pass(part)) for part in parts]
+                outputs = torch.cat(await all_of(tasks), dim=1)
+        except LilliputError:
+            await self.audits.settle()  # perhaps a server called wrong what a liar had made of it
+            raise
+        await self.audits.settle()
+        return outputs
 
     async def _begin_again(self, convicted: Convicted, position: int) -> None:
         """What later servers were sent came of a lie: all caches are made anew, from what the first server was sent."""
