@@ -170,3 +170,15 @@ def test_an_interruption_while_modules_are_read_shows_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_interpreter_winds_up_shows_no_traceback(number: int) -> None:
+    program = (
+        "import atexit, os, signal, sys\nimport lilliput.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"atexit.register(os.kill, os.getpid(), {number:d})\n"
+        "sys.argv = ['lilliput', 'key', '--help']\nlilliput.cli.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

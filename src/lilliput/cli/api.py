@@ -14,7 +14,7 @@ import typer
 from lilliput.cli import process
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
+from lilliput.cli.options import Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
 
@@ -29,6 +29,7 @@ def api(
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
+    audit: Audit = 0.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -71,6 +72,7 @@ def api(
                 initial_peers,
                 swarm_key=swarm_key,
                 trusted_peers=trusted_peers or (),
+                audit=audit,
                 dtype=dtype,
                 revision=revision,
                 token=token,

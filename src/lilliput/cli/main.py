@@ -30,6 +30,7 @@ from lilliput.cli import (
     key,
     logs,
     plan,
+    process,
     route,
     serve,
     simulate,
@@ -130,6 +131,8 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        process.wind_up()
 
 
 if __name__ == "__main__":

@@ -46,6 +46,16 @@ TrustedPeers = Annotated[
         show_default="any peer",
     ),
 ]
+Audit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="Have such a share of what servers return (as 0.01) computed by others, too; use none that lies.",
+        show_default="0, nothing",
+    ),
+]
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
 Port = Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)]
 Announce = Annotated[

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lilliput.client.audit import AuditCounts
 from lilliput.client.chain import Chain
 from lilliput.client.history import UNKNOWN, TokenHistory, for_all_rows
 from lilliput.client.recovery import Recovery
@@ -129,6 +130,11 @@ class AsyncInferenceSession:
         return self._chain.recoveries
 
     @property
+    def audits(self) -> AuditCounts:
+        """What came of looking at what its servers returned, if the model is audited."""
+        return self._chain.audits.counts
+
+    @property
     def is_open(self) -> bool:
         return bool(self._chain.legs)
 
@@ -237,7 +243,7 @@ class AsyncInferenceSession:
     async def restart(self, rows: int | None = None) -> None:
         """Give the caches back and begin anew: the next step opens the session again, with room for so many rows."""
         chain, self._chain = self._chain, self._new_chain(self.max_rows if rows is None else rows)
-        self._chain.recoveries = chain.recoveries
+        self._chain.recoveries, self._chain.audits.counts = chain.recoveries, chain.audits.counts
         self._position = self._rows = 0
         self._parents = None
         await chain.close()

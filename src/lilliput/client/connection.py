@@ -89,6 +89,8 @@ class Connection:
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._round_trips: RoundTrips | None = None
         self._banned: dict[str, float] = {}
+        #: peers that were found out, which nobody uses any more
+        self.convicted: set[str] = set()
         self._unlinked: dict[tuple[str, str], float] = {}
         self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
@@ -170,14 +172,15 @@ class Connection:
                 records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guarded=guarded
             )
 
-        avoid = self.banned() | set(banned)
+        banned = self.convicted | set(banned)
+        avoid = self.banned() | banned
         try:
             return await cheapest(_same_model(await self.records(model), fingerprint), avoid)
         except MissingBlocks:
             pass
         # perhaps someone has joined since, and better someone who failed us lately than nobody
         records = _same_model(await self.records(model, fresh=True), fingerprint)
-        for passed_over in (avoid, set(banned)):
+        for passed_over in (avoid, banned):
             try:
                 return await cheapest(records, passed_over)
             except MissingBlocks as e:
@@ -194,6 +197,10 @@ class Connection:
     def ban(self, peer_id: str) -> None:
         """Pass a peer over for a while: it did not do what it said it would."""
         self._banned[peer_id] = time.monotonic() + BAN_SECONDS
+
+    def convict(self, peer_id: str) -> None:
+        """Never use a peer again: it was found to return what is wrong."""
+        self.convicted.add(peer_id)
 
     def banned(self) -> set[str]:
         now = time.monotonic()

@@ -42,6 +42,7 @@ class AutoDistributedModelForCausalLM:
         prefix_secret: str | None = None,
         replay_bytes: int = REPLAY_BYTES,
         push: bool = True,
+        audit: float = 0.0,
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -66,6 +67,9 @@ class AutoDistributedModelForCausalLM:
         :param replay_bytes: without push, memory of each session for hidden states between servers, kept in case that
             one fails; what is not kept, the other servers compute again then
         :param push: servers send outputs straight to the next server, where they can reach it, instead of through here
+        :param audit: the share of what each server returns in sessions that is computed once more by another one;
+            who is found to return something else is not used any more. Turns `push`, and the reuse of cached prefixes
+            between sessions, off.
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -87,8 +91,9 @@ class AutoDistributedModelForCausalLM:
                 patience=patience or Patience(),
                 prefix_secret=prefix_secret,
                 replay_bytes=replay_bytes,
-                push=push,
+                push=push and not audit,
                 trusted_peers=trusted,
+                audit=audit,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

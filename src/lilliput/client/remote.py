@@ -45,13 +45,21 @@ class RemoteModel:
     push: bool = True
     #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
     trusted_peers: frozenset[str] | None = None
+    #: the share of what each server returns that is computed once more by another one; more than 0 needs `push=False`
+    audit: float = 0.0
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
+        if not 0 <= self.audit <= 1:
+            raise BadRequest(f"audit is a share of what servers return, from 0 to 1, not {self.audit}")
+        if self.audit and self.push:
+            raise BadRequest("what servers push to one another cannot be audited: audit needs push=False")
 
     @property
-    def salt(self) -> bytes:
-        """What the keys of this model's prefixes begin with."""
+    def salt(self) -> bytes | None:
+        """What the keys of this model's prefixes begin with; None if they have no keys."""
+        if self.audit:
+            return None  # what servers computed in other sessions may have come of a lie
         secret = _PROCESS_SECRET if self.prefix_secret is None else self.prefix_secret.encode()
         parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
         return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()

@@ -31,7 +31,7 @@ from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 from lilliput.server.survey import survey
-from lilliput.swarm.loop import new_event_loop
+from lilliput.swarm.loop import new_event_loop, uninterrupted
 from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import Span
@@ -117,6 +117,8 @@ class Server(hivemind.moe.Server):
         #: set when the server is ready, or has failed
         self.decided = threading.Event()
         self._failure: BaseException | None = None
+        #: `join` would do, but in Python before 3.13 a signal that interrupts it has the thread taken for ended
+        self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._draining: asyncio.Event | None = None
@@ -149,6 +151,7 @@ class Server(hivemind.moe.Server):
         finally:
             self._ready.clear()
             self.decided.set()
+            self._ended.set()
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start; if `await_ready`, return when the server can be used, or raise why it cannot."""
@@ -169,13 +172,18 @@ class Server(hivemind.moe.Server):
         return self._ready
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Tell the sessions, withdraw the record, end daemon and engine. May be called twice, from any thread."""
+        """Tell the sessions, withdraw the record, end daemon and engine. May be called twice, from any thread.
+
+        :param timeout: for all that, in seconds. What a signal raises meanwhile is raised when it is done.
+        """
         self._shutdown_requested = True
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stopping.set)
-        if self.is_alive() and threading.current_thread() is not self:
-            self.join(timeout)
+        if self.ident is not None and threading.current_thread() is not self:
+            uninterrupted(self._ended.wait, threading.TIMEOUT_MAX if timeout is None else timeout)
+            if self._ended.is_set():
+                self.join()
 
     def drain(self) -> None:
         """Take nothing new, let running sessions move elsewhere for `drain_seconds`, then leave. Returns at once.
