@@ -58,6 +58,7 @@ class Mover:
         self._length = record.end - record.start
         self._look_seconds, self._lease_seconds = look_seconds, lease_seconds
         self._stays_until = 0.0
+        self._failures = 0
         self.block_rate, self.urgent = block_rate, False
 
     async def choose(self) -> Span:
@@ -129,6 +130,12 @@ class Mover:
                 stay = LOOKS_TO_STAY * self._look_seconds
                 self._stays_until = time.monotonic() + jittered(stay, random.random())
                 return elsewhere
+
+    def stay_longer(self) -> None:
+        """A move has failed: stay for twice as long as after the last one that did."""
+        self._failures += 1
+        stay = LOOKS_TO_STAY * self._look_seconds * 2**self._failures
+        self._stays_until = time.monotonic() + jittered(stay, random.random())
 
     async def withdraw(self) -> None:
         """Say goodbye."""

@@ -116,6 +116,7 @@ class ServedSession:
             bid=body.bid,
             owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
             adapter=body.adapter,
+            peer=self._stream.peer,
             prefix=self._prefix or None,
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))

@@ -101,6 +101,8 @@ class Server(hivemind.moe.Server):
         self.model = model
         self.blocks: Span = _NONE if blocks is None else (int(blocks[0]), int(blocks[1]))
         self._chooses = blocks is None
+        #: the last span that could be read
+        self._held: Span = _NONE
         self._mover: Mover | None = None
         self._calls: Calls | None = None
         self._node_options: dict[str, Any] = {
@@ -284,10 +286,20 @@ class Server(hivemind.moe.Server):
             )
         if self.blocks == _NONE:
             self.blocks = await self._mover.choose()
-        async with self._mover.claiming(self.blocks):
-            loaded = await in_thread(read)
-        self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
-        return loaded
+        while True:
+            try:
+                async with self._mover.claiming(self.blocks):
+                    loaded = await in_thread(read)
+            except Exception as e:
+                if self._held in (_NONE, self.blocks) or abandoned.is_set():
+                    raise
+                logger.error("cannot move to blocks %d:%d, so back to %d:%d: %s", *self.blocks, *self._held, e)
+                self._mover.stay_longer()
+                self.blocks = self._held
+                continue
+            self._held = self.blocks
+            self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
+            return loaded
 
     async def _begin(self, node: Node, loaded: Loaded) -> None:
         """Answer calls with what was loaded."""
