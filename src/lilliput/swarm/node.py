@@ -22,11 +22,13 @@ from hivemind.utils import MSGPackSerializer
 
 from lilliput.errors import Busy, LilliputError, SwarmError, Unauthorized, Unreachable
 from lilliput.swarm.addresses import check_ports_free, checked
+from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.identity import take_identity
 from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
+from lilliput.swarm.storage import guard
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_message, error_of
 from lilliput.wire.protocol import PING
@@ -146,7 +148,7 @@ class Node:
         }
         p2p: P2P | None = None
         try:
-            p2p = await _start_daemon(options, SealedP2P if key else P2P)
+            p2p = await _start_daemon(options, SealedP2P if key else CallersP2P)
             if isinstance(p2p, SealedP2P) and key:
                 p2p.key = key
             dht = await DHTNode.create(
@@ -172,7 +174,7 @@ class Node:
                 raise refused from e
             raise
         dht.protocol.serializer = _TolerantSerializer
-        signatures.guard(dht)
+        guard(dht)
         remove_stale_sockets()
         if identity_path is None:
             identity_file.close()  # and so it is gone; the daemon has read it
