@@ -31,13 +31,10 @@ async def bring(node: Node, to: Node, owner: Identity | None, models: Sequence[s
     keys = [DHTID.generate(f"lilliput:1:{model}") for model in models]
     until = get_dht_time() + 30
     packed = MSGPackSerializer.dumps(signed_subkey(peer_id))
+    bodies = [MSGPackSerializer.dumps(record(peer_id, model).to_bytes() + bytes(padding)) for model in models]
     values = [
-        signatures.sign_value(
-            DHTRecord(
-                key.to_bytes(), packed, MSGPackSerializer.dumps(record(peer_id, model).to_bytes() + bytes(padding)), until
-            )
-        )
-        for key, model in zip(keys, models, strict=True)
+        signatures.sign_value(DHTRecord(key.to_bytes(), packed, body, until))
+        for key, body in zip(keys, bodies, strict=True)
     ]
     subkeys = [signed_subkey(peer_id)] * len(keys)
     taken = await node.dht.protocol.call_store(to.peer_id, keys, values, until, subkeys=subkeys)
@@ -81,9 +78,9 @@ def test_a_greedy_peer_has_a_few_records_and_hints_and_others_notice_nothing(mon
             assert await directory.announce(greedy, record(mine, MODELS[0]), directory.MOST_LEASE_SECONDS)
             assert not await directory.announce(greedy, record(mine, MODELS[-1]), directory.MOST_LEASE_SECONDS)
             # until something ends
-            monkeypatch.setattr(storage, "HINTS_PER_PEER", 3)
+            monkeypatch.setattr(storage, "HINTS_PER_PEER", 6)
             assert await hint(others[1], first, ["a", "b", "c"], seconds=0.5) == [True, True, False]
-            while not (await hint(others[1], first, ["d"]))[0]:
+            while not (await hint(others[1], first, ["d"]))[0]:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         finally:
             for node in (greedy, *others, first):

@@ -113,6 +113,7 @@ class Server(hivemind.moe.Server):
             "nat": nat,
             "relays": relays,
             "swarm_key": SwarmKey.of(swarm_key),
+            "peer_rate": self.options.peer_rate,
         }
         self._progress = progress
         self._ready = threading.Event()

@@ -20,9 +20,10 @@ class Allowance:
         self._rate, self._burst, self._clock = rate, burst, clock
         self._paid = clock()  # when all that was taken would have come at the rate
 
-    def take(self, amount: float) -> None:
-        """So much was had."""
+    def take(self, amount: float) -> float:
+        """So much was had. Returns how many seconds to wait before there is more."""
         self._paid = max(self._paid, self._clock()) + amount / self._rate
+        return self.wait
 
     @property
     def wait(self) -> float:

@@ -22,6 +22,7 @@ from hivemind.utils import MSGPackSerializer
 
 from lilliput.errors import Busy, LilliputError, SwarmError, Unauthorized, Unreachable
 from lilliput.swarm.addresses import check_ports_free, checked
+from lilliput.swarm.allowance import Allowances
 from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.identity import take_identity
 from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
@@ -31,6 +32,7 @@ from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.swarm.storage import guard
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_message, error_of
+from lilliput.wire.limits import PEER_BURST_SECONDS, PEER_BYTES_PER_SECOND
 from lilliput.wire.protocol import PING
 
 log = logging.getLogger(__name__)
@@ -80,12 +82,19 @@ class Node:
     """
 
     def __init__(
-        self, p2p: P2P, dht: DHTNode, signatures: Signatures, identity_file: IO[bytes], key: SwarmKey | None
+        self,
+        p2p: P2P,
+        dht: DHTNode,
+        signatures: Signatures,
+        identity_file: IO[bytes],
+        key: SwarmKey | None,
+        peer_rate: float = PEER_BYTES_PER_SECOND,
     ) -> None:
         self.p2p, self.dht, self.signatures = p2p, dht, signatures
         self.peer_id: PeerID = p2p.peer_id
         self.key = key
         self.lease_ends: dict[tuple[str, str], float] = {}
+        self._bytes = Allowances(peer_rate, PEER_BURST_SECONDS * peer_rate)
         self._streams: Counter[str] = Counter()
         self._identity_file = identity_file
         self._handlers: set[asyncio.Task[Any]] = set()
@@ -103,6 +112,7 @@ class Node:
         nat: bool = False,
         relays: Sequence[str] | None = None,
         swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
+        peer_rate: float = PEER_BYTES_PER_SECOND,
         startup_timeout: float = STARTUP_SECONDS,
     ) -> Node:
         """Start a daemon and join the swarm.
@@ -116,6 +126,7 @@ class Node:
         :param relays: be reachable only through these peers, which must be reachable themselves; if empty, through
             the initial peers
         :param swarm_key: of a private swarm, or the file that holds it; only members are spoken to
+        :param peer_rate: bytes a second that one peer may send; past that it is read more slowly
         :param startup_timeout: seconds that one try to start the daemon may take
 
         Raises `BadRequest` for addresses that make no sense or a port in use, `Unreachable` if no initial peer
@@ -178,7 +189,7 @@ class Node:
         remove_stale_sockets()
         if identity_path is None:
             identity_file.close()  # and so it is gone; the daemon has read it
-        return cls(p2p, dht, signatures, identity_file, key)
+        return cls(p2p, dht, signatures, identity_file, key, peer_rate)
 
     async def addresses(self) -> list[str]:
         """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
@@ -208,6 +219,7 @@ class Node:
             peer = str(info.peer_id)
             self._streams[peer] += 1
             channel = Channel(reader, writer, peer=f"peer {peer}")
+            channel.pace = self._bytes.of(peer).take
             try:
                 if self._streams[peer] > MOST_STREAMS:
                     error = Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
@@ -232,6 +244,10 @@ class Node:
                 channel.close()
 
         await self.p2p.add_binary_stream_handler(handler_name, handle)
+
+    async def received(self, peer_id: PeerID, count: int) -> None:
+        """So many bytes came from a peer by another way than `serve`; returns when it may send more."""
+        await asyncio.sleep(self._bytes.of(str(peer_id)).take(count))
 
     async def stop(self) -> None:
         """End all streams, leave the DHT, end the daemon. May be called twice."""

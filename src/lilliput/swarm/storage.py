@@ -1,8 +1,8 @@
 """What a DHT node keeps for others, and how much of it.
 
 A signed entry is taken from the peer that has signed it and from nobody else: servers announce themselves again every
-few seconds, so no neighbour needs to hand their records on, and nobody can fill the directory with records of peers that
-were made up. Each may have a few. Entries that nobody signs are hints: small ones, and not too many from one peer.
+few seconds, so no neighbour needs to hand their records on, and nobody can fill the directory with records of peers
+that were made up. Each may have a few. Entries that nobody signs are hints: small ones, and not too many from one peer.
 """
 
 from __future__ import annotations
