@@ -31,6 +31,10 @@ _REGISTRY = "lilliput:1"
 _GONE = b""
 #: no lease is longer (seconds): its server would be found long after it died
 MOST_LEASE_SECONDS = 60.0
+#: a model is named for so many leases
+_HINT_LEASES = 3
+#: so many of the nodes nearest to a key are asked, twice as many as keep it
+_BEAM = 10
 #: clocks that differ by so much are put up with (seconds)
 _CLOCKS_SECONDS = 30.0
 #: a later expiration wins, and clocks and floats are what they are
@@ -52,12 +56,14 @@ class Announcement:
 
 async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
     """Tell the swarm about this node's server, or that it still lives. False if no peer kept the record."""
-    entries: list[tuple[str, str, Any]] = [
-        (_key(record.model), signed_subkey(record.peer_id), record.to_bytes()),
-        (_REGISTRY, record.model, record.model_blocks),
-    ]
-    kept = await _store(node, entries, min(lease_seconds, MOST_LEASE_SECONDS))
-    return kept[0]  # whose word on the model is the latest does not matter
+    lease_seconds = min(lease_seconds, MOST_LEASE_SECONDS)
+    entry = _key(record.model), signed_subkey(record.peer_id), record.to_bytes()
+    storing = [_store(node, [entry], lease_seconds)]
+    if node.lease_ends.get((_REGISTRY, record.model), 0.0) < float(get_dht_time()) + lease_seconds / 2:
+        # whose word on the model is the latest does not matter, so it need not be said each time
+        storing.append(_store(node, [(_REGISTRY, record.model, record.model_blocks)], _HINT_LEASES * lease_seconds))
+    kept, *_ = await asyncio.gather(*storing)
+    return kept[0]
 
 
 async def withdraw(node: Node, record: ServerRecord) -> bool:
@@ -121,7 +127,7 @@ async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds:
         node.lease_ends[key, subkey] = end
         ends.append(end)
     keys, subkeys, values = (list(column) for column in zip(*entries, strict=True))
-    stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys)
+    stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys, beam_size=_BEAM)
     return [bool(stored[key if subkey is None else (key, subkey)]) for key, subkey, _ in entries]
 
 
@@ -133,7 +139,7 @@ async def _latest(node: Node, key: str) -> dict[Any, tuple[Any, float]]:
     node.signatures.expect_dictionary(node.dht, key)
     try:
         async with asyncio.timeout(FIND_SECONDS):
-            found = await node.dht.get(key, latest=True)
+            found = await node.dht.get(key, latest=True, beam_size=_BEAM)
     except TimeoutError as e:
         raise Unreachable(f"no peer answered within {FIND_SECONDS:.0f} s what it knows of {key!r}") from e
     if found is None or not isinstance(found.value, dict):
