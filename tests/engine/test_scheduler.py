@@ -102,7 +102,7 @@ def test_prefixes_as_long_as_each_other_come_one_after_the_other() -> None:
             step(left[n], at="abc".index(n), peer=n, had=turns.prefix_tokens(n), led=turns.last_led(n)) for n in names
         ]
         plan = plan_round(steps, BUDGET)
-        turns.count(steps[leading(steps)].peer, [(names[i], tokens) for i, tokens in plan.items()])
+        turns.count(steps, plan)
         for i, tokens in plan.items():
             left[names[i]] -= tokens
             if not left[names[i]]:
@@ -113,14 +113,18 @@ def test_prefixes_as_long_as_each_other_come_one_after_the_other() -> None:
 
 def test_who_comes_back_is_owed_nothing_and_owes_nothing() -> None:
     turns = PeerTurns()
+
+    def had(peer: str, tokens: int) -> None:
+        turns.count([step(tokens, peer=peer)], {0: tokens})
+
     for _ in range(100):
-        turns.count("greedy", [("greedy", 100)])
+        had("greedy", 100)
     assert turns.prefix_tokens("new") == 9900
     assert turns.prefix_tokens("greedy") == 10_000
-    turns.count("new", [("new", 50)])
+    had("new", 50)
     assert turns.prefix_tokens("new") == 9950
     for number in range(5000):
-        turns.count(f"peer {number}", [(f"peer {number}", 1)])
+        had(f"peer {number}", 2)
     assert len(turns._last_led) + len(turns._prefix_tokens) < 2100
 
 

@@ -234,7 +234,9 @@ def _check_covered(records: Sequence[ServerRecord], start: int, end: int, guard:
     if missing := missing_blocks(records, start, end):
         spans = ", ".join(f"{a}:{b}" for a, b in missing)
         raise MissingBlocks(f"no server holds blocks {spans}", tuple(missing))
-    for block in (0, guard.blocks - 1) if guard else ():
+    if guard is None:
+        return
+    for block in (0, guard.blocks - 1):
         if start <= block < end and not any(r.start <= block < r.end and r.peer_id in guard.peers for r in records):
             names = ", ".join(sorted(peer[-8:] for peer in guard.peers))
             text = f"no trusted peer ({names}) serves block {block}, and no other may: blocks {block}:{block + 1}"

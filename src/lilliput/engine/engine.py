@@ -26,7 +26,7 @@ from lilliput.engine.packing import Slice, attend_to_self, looks_ahead, pack, un
 from lilliput.engine.pages import PagePool
 from lilliput.engine.passes import Passes
 from lilliput.engine.rates import Rates
-from lilliput.engine.scheduler import Budget, Waiting, leading, plan_round, worth_waiting
+from lilliput.engine.scheduler import Budget, plan_round, worth_waiting
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.engine.step_queue import StepQueue
 from lilliput.engine.threads import Threads
@@ -101,10 +101,7 @@ class Engine:
         peer: str = "",
         prefix: list[list[bytes]] | None = None,
     ) -> Future[CacheSession]:
-        """A session for blocks `[start, end)`, its length already that of the prefix found in kept pages.
-
-        :param peer: whose it is: peers get equal shares of the engine's time
-        """
+        """A session of `peer` for blocks `[start, end)`, its length already that of the prefix found in kept pages."""
 
         def make() -> CacheSession:
             session = CacheSession(
@@ -288,27 +285,11 @@ class Engine:
     def _round(self) -> bool:
         """One pass over the weights. False if nothing waited."""
         heads = [(session, queue.steps[0]) for session, queue in self._sessions.items() if queue.steps]
-        turns = self._turns
-        waiting = [
-            Waiting(
-                s.start,
-                s.end,
-                step.rows,
-                step.tokens - step.offset,
-                s.bid,
-                step.arrived,
-                step.whole,
-                s.peer,
-                turns.prefix_tokens(s.peer),
-                turns.last_led(s.peer),
-            )
-            for s, step in heads
-        ]
+        waiting = [self._turns.waiting(session, step) for session, step in heads]
         plan = plan_round(waiting, self.budget)
         if not plan:
             return False
-        prefixes = [(waiting[i].peer, waiting[i].rows * n) for i, n in plan.items() if not waiting[i].is_decode]
-        turns.count(waiting[leading(waiting)].peer, prefixes)
+        self._turns.count(waiting, plan)
         self._compute([Slice(*heads[index], tokens) for index, tokens in plan.items()])
         return True
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+
+from lilliput.engine.scheduler import Waiting, leading
+from lilliput.engine.session import CacheSession, Step
 
 #: when so many are remembered, those are forgotten that led none of the last as many rounds
 _MOST_PEERS = 1024
@@ -29,13 +32,30 @@ class PeerTurns:
         """The number of the last round that one of the peer's steps has led; 0: none lately."""
         return self._last_led.get(peer, 0)
 
-    def count(self, leader: str, prefixes: Iterable[tuple[str, int]]) -> None:
-        """A round is computed: who leads it, and the prefixes in it, by peer and tokens."""
+    def waiting(self, session: CacheSession, step: Step) -> Waiting:
+        """What the scheduler has to know of a step."""
+        peer = session.peer
+        return Waiting(
+            session.start,
+            session.end,
+            step.rows,
+            step.tokens - step.offset,
+            session.bid,
+            step.arrived,
+            step.whole,
+            peer,
+            self.prefix_tokens(peer),
+            self.last_led(peer),
+        )
+
+    def count(self, waiting: Sequence[Waiting], plan: Mapping[int, int]) -> None:
+        """A round is computed, as `plan_round` has planned it."""
         self._rounds += 1
-        self._last_led[leader] = self._rounds
+        self._last_led[waiting[leading(waiting)].peer] = self._rounds
         tokens = Counter[str]()
-        for peer, count in prefixes:
-            tokens[peer] += count
+        for i, count in plan.items():
+            if not waiting[i].is_decode:
+                tokens[waiting[i].peer] += waiting[i].rows * count
         if tokens:
             self._level = min(map(self.prefix_tokens, tokens))
             for peer, count in tokens.items():

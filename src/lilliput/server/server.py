@@ -101,8 +101,6 @@ class Server(hivemind.moe.Server):
         self.model = model
         self.blocks: Span = _NONE if blocks is None else (int(blocks[0]), int(blocks[1]))
         self._chooses = blocks is None
-        #: the last span that could be read
-        self._held: Span = _NONE
         self._mover: Mover | None = None
         self._calls: Calls | None = None
         self._node_options: dict[str, Any] = {
@@ -265,14 +263,14 @@ class Server(hivemind.moe.Server):
     async def _load(self, starting: asyncio.Future[Node], abandoned: threading.Event) -> Loaded:
         """Read the blocks; first choose them, where nobody has."""
 
-        def read() -> Loaded:
-            loaded = load(self.model, self.blocks, self.options, self._progress)
+        def read(span: Span) -> Loaded:
+            loaded = load(self.model, span, self.options, self._progress)
             if abandoned.is_set():  # nobody waits for it any more
                 loaded.service.engine.stop()
             return loaded
 
         if not self._chooses:
-            return await in_thread(read)
+            return await in_thread(lambda: read(self.blocks))
         if self._mover is None:
             outlook = await in_thread(lambda: survey(self.model, self.options, self._progress))
             node = await asyncio.shield(starting)
@@ -287,20 +285,10 @@ class Server(hivemind.moe.Server):
             )
         if self.blocks == _NONE:
             self.blocks = await self._mover.choose()
-        while True:
-            try:
-                async with self._mover.claiming(self.blocks):
-                    loaded = await in_thread(read)
-            except Exception as e:
-                if self._held in (_NONE, self.blocks) or abandoned.is_set():
-                    raise
-                logger.error("cannot move to blocks %d:%d, so back to %d:%d: %s", *self.blocks, *self._held, e)
-                self._mover.stay_longer()
-                self.blocks = self._held
-                continue
-            self._held = self.blocks
-            self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
-            return loaded
+        loaded = await self._mover.read(self.blocks, lambda span: in_thread(lambda: read(span)))
+        self.blocks = loaded.service.span.start, loaded.service.span.end
+        self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
+        return loaded
 
     async def _begin(self, node: Node, loaded: Loaded) -> None:
         """Answer calls with what was loaded."""
