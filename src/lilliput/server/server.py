@@ -26,7 +26,7 @@ from lilliput.models import quantization
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
-from lilliput.server.loading import DTYPES, Loaded, in_thread, load
+from lilliput.server.loading import DTYPES, Loaded, clear_away, in_thread, load
 from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
@@ -264,6 +264,8 @@ class Server(hivemind.moe.Server):
         """Read the blocks; first choose them, where nobody has."""
 
         def read(span: Span) -> Loaded:
+            if self._calls is not None:
+                clear_away()
             loaded = load(self.model, span, self.options, self._progress)
             if abandoned.is_set():  # nobody waits for it any more
                 loaded.service.engine.stop()
