@@ -318,7 +318,7 @@ class ServedSession:
     def end(self, why: LilliputError) -> None:
         """Tell the client why the session ends, and end it."""
         if not self._ended:
-            self._post(error_message(why, closed=True))
+            self._stream.last_word(self._number, error_message(why, closed=True))
             self.release()
 
     def release(self) -> None:
