@@ -25,6 +25,7 @@ from lilliput.swarm.allowance import Allowances
 from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.daemon import STARTUP_SECONDS, STOP_SECONDS, nobody_answers, reason_of, start_daemon
 from lilliput.swarm.identity import take_identity
+from lilliput.swarm.keepers import Keepers
 from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
@@ -89,6 +90,7 @@ class Node:
         self.peer_id: PeerID = p2p.peer_id
         self.key = key
         self.lease_ends: dict[tuple[str, str], float] = {}
+        self._keepers: dict[str, Keepers] = {}
         self._bytes = Allowances(peer_rate, PEER_BURST_SECONDS * peer_rate)
         self._streams: Counter[str] = Counter()
         self._identity_file = identity_file
@@ -170,6 +172,12 @@ class Node:
         if identity_path is None:
             identity_file.close()  # and so it is gone; the daemon has read it
         return cls(p2p, dht, signatures, identity_file, key, peer_rate)
+
+    def keepers(self, key: str) -> Keepers:
+        """Of a key of the DHT."""
+        if key not in self._keepers:
+            self._keepers[key] = Keepers(self.dht, self.signatures, key)
+        return self._keepers[key]
 
     async def addresses(self) -> list[str]:
         """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
