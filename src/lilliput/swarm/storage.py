@@ -27,6 +27,8 @@ HINTS_PER_PEER = 1024
 HINT_BYTES = 1024
 #: a record, its signature and the key that it was signed with
 _SIGNED_BYTES = MAX_RECORD_BYTES + 2048
+#: when so many have brought something, it is looked whose has ended
+_MANY_PEERS = 1024
 #: nothing is kept for longer (seconds)
 _MOST_SECONDS = 300.0
 
@@ -34,7 +36,7 @@ _MOST_SECONDS = 300.0
 def guard(dht: DHTNode) -> None:
     """Have a DHT node keep no more than it should of what others bring, and keep it from what would hide it."""
     storage = Storage()
-    storage.__dict__.update(dht.protocol.storage.__dict__ | {"_brought": storage._brought})  # what has come already
+    storage.__dict__.update(dht.protocol.storage.__dict__)  # neighbours may have handed something over already
     dht.protocol.storage, dht.protocol.cache = storage, _NoCache()
 
 
@@ -49,6 +51,7 @@ class Storage(DHTLocalStorage):
         super().__init__()
         #: until when which entries are kept of what a peer has brought
         self._brought: defaultdict[str, dict[tuple[DHTID, Any], float]] = defaultdict(dict)
+        self._many = _MANY_PEERS
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         if subkey is not None:
@@ -80,7 +83,7 @@ class Storage(DHTLocalStorage):
             return False
         name, most = (f"hints of {peer}", HINTS_PER_PEER) if owner is None else (owner, RECORDS_PER_PEER)
         brought = self._brought[name]
-        if (key, subkey) not in brought and len(brought) >= most:
+        if (key, subkey) not in brought and (len(brought) >= most or len(self._brought) > self._many):
             self._forget(now)
             brought = self._brought[name]
             if len(brought) >= most:
@@ -94,6 +97,7 @@ class Storage(DHTLocalStorage):
             self._brought[name] = {entry: end for entry, end in entries.items() if end > now}
             if not self._brought[name]:
                 del self._brought[name]
+        self._many = max(_MANY_PEERS, 2 * len(self._brought))
 
 
 class _NoCache(DHTLocalStorage):
