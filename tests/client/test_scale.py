@@ -43,7 +43,7 @@ class Many:
 
     def __init__(self, model: Path, count: int, peers: list[str]) -> None:
         command = [sys.executable, str(Path(__file__).with_name("many_servers.py")), str(model), str(count)]
-        command += [str(max(3.0, SERVERS / 2)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
+        command += [str(max(3.0, SERVERS / 4)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
         command += peers
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
