@@ -207,10 +207,14 @@ class Channel:
 
     async def hear_out(self) -> None:
         """Throw away what the peer goes on sending. It would not read our last words otherwise: before `close`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _HEAR_OUT_SECONDS
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
-            async with asyncio.timeout(_HEAR_OUT_SECONDS):
-                while await asyncio.wait_for(self._reader.read(_READ_CHUNK), _PAUSE_SECONDS):
-                    pass
+            while (left := end - loop.time()) > 0:
+                async with asyncio.timeout(min(left, _PAUSE_SECONDS)):
+                    if not await self._reader.read(_READ_CHUNK):
+                        break
+                await asyncio.sleep(0)  # it may send faster than this reads
 
     def close(self) -> None:
         """Close the stream; the peer's `receive` returns None. May be called twice.
