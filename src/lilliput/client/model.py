@@ -56,8 +56,8 @@ class AutoDistributedModelForCausalLM:
         :param model: a name, folder or hub id, as for the servers; the ends of the model are loaded from its files
         :param initial_peers: full addresses of peers of the swarm, such as the servers print
         :param swarm_key: of a private swarm, or the file that holds it
-        :param trusted_peers: ids or addresses of peers that alone may compute the first and the last block, where text
-            can be read; default: any server may
+        :param trusted_peers: ids or addresses of peers that alone may compute the first and the last block, and from
+            these on whatever they hold: there text can be read; default: any server may
         :param dtype: of the ends and of what is sent ("float32", torch.bfloat16, ...); default: the checkpoint's
         :param adapter: the name of an adapter that the servers have
         :param codec: how hidden states travel: none, float16, bfloat16, int8

@@ -11,7 +11,7 @@ from hivemind.p2p import PeerID
 
 from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
-from lilliput.client.route import Guarded, Hop, missing_blocks, usable
+from lilliput.client.route import Guard, Hop, missing_blocks, usable
 from lilliput.errors import BadRequest
 from lilliput.wire.tensors import check_codec
 
@@ -43,7 +43,7 @@ class RemoteModel:
     #: of each session, for hidden states between servers that are kept in case that one of them fails
     replay_bytes: int = REPLAY_BYTES
     push: bool = True
-    #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
+    #: peers that alone may compute the ends of the model, where text can be read (see `route.Guard`); None: any may
     trusted_peers: frozenset[str] | None = None
     #: the share of what each server returns that is computed once more by another one; more than 0 needs `push=False`
     audit: float = 0.0
@@ -75,9 +75,9 @@ class RemoteModel:
         return sorted(name for name in names if not lacking(name))
 
     @property
-    def guarded(self) -> Guarded:
-        """Which blocks may be computed by whom only."""
-        return {} if self.trusted_peers is None else dict.fromkeys((0, self.blocks - 1), self.trusted_peers)
+    def guard(self) -> Guard | None:
+        """By whom alone the ends of the model may be computed."""
+        return None if self.trusted_peers is None else Guard(self.trusted_peers, self.blocks)
 
     async def chain(
         self,
@@ -98,7 +98,7 @@ class RemoteModel:
             banned=banned,
             use=use,
             pushes=pushes,
-            guarded=self.guarded,
+            guard=self.guard,
         )
 
 

@@ -96,6 +96,11 @@ class ClientStream:
         message.session = number
         self.channel.post(message, {"hidden": hidden} if hidden is not None else None, codec=codec)
 
+    def last_word(self, number: int, message: pb.Message) -> None:
+        """Tell why a session ends; if it has the stream to itself, that ends, too."""
+        self.post(number, message)
+        self._ending = self._ending or number == 0
+
     def submit(self, session: CacheSession, step: Step) -> None:
         """Hand a step to the engine, with all others that are read in this turn of the loop."""
         if not self._arrived:

@@ -22,6 +22,7 @@ from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, LilliputError, WrongBlocks
 from lilliput.models.sources import uid_prefix
 from lilliput.server.service import Service
+from lilliput.swarm.node import Node
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS
@@ -36,8 +37,8 @@ _LOOK_SECONDS = 0.5
 class ConnectionHandler(ServicerBase):
     """Answers `RemoteExpert` for the blocks of one server. UIDs are `PREFIX.N`, N the block's number in the model."""
 
-    def __init__(self, model: str, service: Callable[[], Service]) -> None:
-        self._current = service
+    def __init__(self, model: str, service: Callable[[], Service], node: Node) -> None:
+        self._current, self._node = service, node
         self._prefix = uid_prefix(model)
 
     @property
@@ -89,6 +90,7 @@ class ConnectionHandler(ServicerBase):
             raise BadRequest(
                 f"{len(tensors)} tensors where {wanted} are due (inputs{', gradients' if backward else ''})"
             )
+        await self._node.received(context.remote_id, sum(tensor.nbytes for tensor in tensors))
         job = Pass(block, block + 1, tensors[0], grad=tensors[1] if backward else None)
         # hivemind's uncompressed codec knows no bfloat16
         return serialize_torch_tensor((await self._service.run_pass(job, str(context.remote_id))).float())

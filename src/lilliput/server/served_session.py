@@ -116,6 +116,7 @@ class ServedSession:
             bid=body.bid,
             owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
             adapter=body.adapter,
+            peer=self._stream.peer,
             prefix=self._prefix or None,
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
@@ -317,7 +318,7 @@ class ServedSession:
     def end(self, why: LilliputError) -> None:
         """Tell the client why the session ends, and end it."""
         if not self._ended:
-            self._post(error_message(why, closed=True))
+            self._stream.last_word(self._number, error_message(why, closed=True))
             self.release()
 
     def release(self) -> None:
