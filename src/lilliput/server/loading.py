@@ -17,7 +17,6 @@ from lilliput.engine.probe import measure
 from lilliput.errors import ModelError
 from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
-from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
@@ -64,7 +63,6 @@ def load(
         check_adapter(name, folder)  # before the blocks are read, which takes longer
     if options.threads:
         torch.set_num_threads(options.threads)
-    keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
     span = Span.load(
         files,

@@ -33,6 +33,8 @@ _NEW_TOKENS = 48
 _TRAINING = (8, 128)
 _HOPS = 3
 _HOP_STEPS = 200
+#: measures that need no swarm, or one of their own
+_BY_THEMSELVES = {"server start", "loading", "recovery", "a hop", "quality", "wide-area"}
 
 
 def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: bool) -> None:
@@ -45,28 +47,29 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     blocks = files.blocks
     edges = [blocks * i // report.servers for i in range(report.servers + 1)]
     spans = list(itertools.pairwise(edges))
-    with _started(files, spans, report) as (swarm, suite):
-        reference = Reference(str(files.path), report.dtype) if with_reference else None
-        try:
-            for name, unit, amount, ours, theirs in suite.throughputs():
-                if wanted(name):
-                    _say(name)
-                    report.add(_side_by_side(name, unit, amount, ours, theirs, reference, rounds))
-        finally:
-            if reference is not None:
-                reference.close()
-        if wanted("client start"):
-            _say("client start")
-            report.add(_client_start(files, swarm, report.dtype, with_reference, min(rounds, 3)))
-        if wanted("a server"):
-            _say("processes and memory")
-            report.figures.extend(_size_of(swarm.servers))
+    if not only or set(only) - _BY_THEMSELVES:
+        with _started(files, spans, report) as (swarm, suite):
+            reference = Reference(str(files.path), report.dtype) if with_reference else None
+            try:
+                for name, unit, amount, ours, theirs in suite.throughputs():
+                    if wanted(name):
+                        _say(name)
+                        report.add(_side_by_side(name, unit, amount, ours, theirs, reference, rounds))
+            finally:
+                if reference is not None:
+                    reference.close()
+            if wanted("client start"):
+                _say("client start")
+                report.add(_client_start(files, swarm, report.dtype, with_reference, min(rounds, 3)))
+            if wanted("a server"):
+                _say("processes and memory")
+                report.figures.extend(_size_of(swarm.servers))
     if wanted("server start"):
         _say("server start")
         report.add(_server_start(report, spans[0], min(rounds, 3)))
     if wanted("loading"):
         _say("loading")
-        report.figures.extend(loading(report.model, spans[len(spans) // 2], report.dtype, rounds))
+        report.figures.extend(loading(report.model, spans[len(spans) // 2], min(rounds, 3)))
     if wanted("recovery"):
         _say("recovery")
         report.figures.extend(recovery(report.model, blocks, report.dtype, _codec(report.dtype), min(rounds, 3)))
