@@ -34,6 +34,7 @@ from lilliput.cli import (
     serve,
     simulate,
     status,
+    trace,
 )
 from lilliput.errors import LilliputError
 
@@ -107,6 +108,7 @@ for _command in (
     generate.generate,
     status.status,
     route.route,
+    trace.trace,
     drain.drain,
     bootstrap.bootstrap,
     key.key,

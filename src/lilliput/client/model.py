@@ -42,6 +42,7 @@ class AutoDistributedModelForCausalLM:
         prefix_secret: str | None = None,
         replay_bytes: int = REPLAY_BYTES,
         push: bool = True,
+        request_id: str = "",
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -66,6 +67,7 @@ class AutoDistributedModelForCausalLM:
         :param replay_bytes: without push, memory of each session for hidden states between servers, kept in case that
             one fails; what is not kept, the other servers compute again then
         :param push: servers send outputs straight to the next server, where they can reach it, instead of through here
+        :param request_id: stands in the servers' logs beside what is done for this model; a session may bring another
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -89,6 +91,7 @@ class AutoDistributedModelForCausalLM:
                 replay_bytes=replay_bytes,
                 push=push,
                 trusted_peers=trusted,
+                request_id=request_id,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

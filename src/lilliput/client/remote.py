@@ -13,6 +13,7 @@ from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
 from lilliput.client.route import Guarded, Hop, missing_blocks, usable
 from lilliput.errors import BadRequest
+from lilliput.wire.request_id import checked
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -45,9 +46,12 @@ class RemoteModel:
     push: bool = True
     #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
     trusted_peers: frozenset[str] | None = None
+    #: for the servers' logs, of what brings no id of its own
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
+        checked(self.request_id)
 
     @property
     def salt(self) -> bytes:

@@ -10,6 +10,7 @@ import torch
 
 from lilliput.client.leg import Leg
 from lilliput.client.server_session import Reply
+from lilliput.client.step_trace import Crossing, HopTime
 from lilliput.client.tape import Part
 from lilliput.errors import Unreachable
 from lilliput.wire import lilliput_pb2 as pb
@@ -52,11 +53,22 @@ class Run:
                 leg.session.forget(step_id)
         if reply.hidden is None:
             return reply
-        for leg, timing in zip(self.passed(reply)[:-1], reply.before, strict=False):
+        for leg, timing in zip(self.passed(reply)[:-1], reply.timings, strict=False):
             leg.session.saw(step_id, timing)
         if (error := _wrong(reply.hidden, part)) is not None:
             return Reply(reply.session, error=Unreachable(f"server {reply.session.hop} returned {error}"))
         return replace(reply, hidden=reply.hidden.to(part.hidden.dtype))
+
+    def crossing(self, reply: Reply, seconds: float) -> Crossing:
+        """What is known about where the time until this reply went."""
+        if reply.hidden is None:
+            return Crossing(seconds, ())
+        hops = []
+        for leg, timing in zip(self.passed(reply), reply.timings, strict=False):
+            there_and_back = timing.there_and_back_ms / 1e3 if isinstance(timing, pb.Timing) else 0.0
+            spent = timing.queued_ms / 1e3, timing.compute_ms / 1e3
+            hops.append(HopTime(leg.hop.peer_id, leg.start, leg.end, *spent, there_and_back))
+        return Crossing(seconds, tuple(hops))
 
     def passed(self, reply: Reply) -> list[Leg]:
         """The legs up to the one that the reply is from."""

@@ -120,6 +120,7 @@ class _Pass:
                 "end": hop.end,
                 "adapter": remote.adapter,
                 "codec": remote.codec,
+                "request_id": remote.request_id,
             }
             return (
                 pb.Message(forward=pb.Forward(**body)) if call == FORWARD else pb.Message(backward=pb.Backward(**body))
@@ -193,6 +194,7 @@ class RemoteSequential(nn.Module):
         adapter: str = "",
         codec: str = "none",
         patience: Patience | None = None,
+        request_id: str = "",
     ) -> RemoteSequential:
         """All blocks of a model in a swarm; only its configuration is needed here."""
         from lilliput.models.sources import resolve
@@ -210,6 +212,7 @@ class RemoteSequential(nn.Module):
                 codec=codec,
                 patience=patience or Patience(),
                 trusted_peers=trusted,
+                request_id=request_id,
             )
             return cls(remote, shared)
         except BaseException:
