@@ -13,7 +13,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from lilliput.client.costs import RoundTripTimes
 from lilliput.client.decoder import EndsTime
@@ -60,6 +62,8 @@ class _Ways(NamedTuple):
 
 
 _Times = dict[Place | _Ways, float]
+#: seconds, or those of many tokens
+Amount = TypeVar("Amount", float, np.ndarray)
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,17 @@ class AnswerTrace:
     """Collects what is told about one answer: give `saw_step` to its session, `saw_ends` to the decoder.
 
     :param on_step: is told about steps, too
+    :ivar began: when it was made (`time.perf_counter`)
     :ivar tokens: that came
     """
 
     def __init__(self, on_step: Callable[[StepTrace], None] | None = None) -> None:
-        self._began = self._last = time.perf_counter()
+        self.began = self._last = time.perf_counter()
         self._on_step = on_step
         self._step: StepTrace | None = None
         self._first: _Times = {}
-        self._later: deque[_Times] = deque(maxlen=_MOST_TOKENS)
+        #: of the tokens after the first, a value for each
+        self._later: dict[Place | _Ways, deque[float]] = {}
         self._sums: defaultdict[Place | _Ways, float] = defaultdict(float)
         self._pushes: defaultdict[tuple[str, str], deque[float]] = defaultdict(lambda: deque(maxlen=_PUSHES))
         self.tokens = 0
@@ -100,7 +106,7 @@ class AnswerTrace:
     @property
     def seconds(self) -> float:
         """Until the last token came."""
-        return self._last - self._began
+        return self._last - self.began
 
     @property
     def first_seconds(self) -> float:
@@ -121,10 +127,17 @@ class AnswerTrace:
         for place, seconds in times.items():
             self._sums[place] += seconds
         if self.tokens:
-            self._later.append(times)
+            self._note_later(times)
         else:
             self._first = times
         self.tokens += 1
+
+    def _note_later(self, times: _Times) -> None:
+        for place in times.keys() - self._later.keys():
+            before = min(self.tokens - 1, _MOST_TOKENS)
+            self._later[place] = deque([0.0] * before, maxlen=_MOST_TOKENS)
+        for place, column in self._later.items():
+            column.append(times.get(place, 0.0))
 
     def _times(self, step: StepTrace, ends: EndsTime) -> _Times:
         times: defaultdict[Place | _Ways, float] = defaultdict(float)
@@ -160,14 +173,14 @@ class AnswerTrace:
             if took is not None:
                 ways["", peer] = ways[peer, ""] = took / 2
         first, sums = shared_out(self._first, ways), shared_out(self._sums, ways)
-        later = [shared_out(times, ways) for times in self._later]
+        later = shared_out({place: np.array(column) for place, column in self._later.items()}, ways)
         estimated = {place for key in self._sums if isinstance(key, _Ways) for place, _ in key.legs}
         return [
             Spent(
                 place,
                 first.get(place, 0.0),
-                statistics.median(times.get(place, 0.0) for times in later) if later else 0.0,
-                max((times.get(place, 0.0) for times in later), default=0.0),
+                float(np.median(later[place])) if place in later else 0.0,
+                float(np.max(later[place])) if place in later else 0.0,
                 sums[place],
                 place in estimated,
             )
@@ -175,22 +188,23 @@ class AnswerTrace:
         ]
 
 
-def shared_out(times: Mapping[Place | _Ways, float], ways: Mapping[tuple[str, str], float]) -> dict[Place, float]:
+def shared_out(times: Mapping[Place | _Ways, Amount], ways: Mapping[tuple[str, str], float]) -> dict[Place, Amount]:
     """The same times, with the network of each leg. Ways that nobody has measured are taken to be as long as others.
 
     :param ways: from one peer to another, as far as they are known; shares are in proportion to them
     """
-    found: defaultdict[Place, float] = defaultdict(float)
-    for key, seconds in times.items():
+    found: dict[Place, Amount] = {}
+    for key, amount in times.items():
         if isinstance(key, Place):
-            found[key] += seconds
+            found[key] = found[key] + amount if key in found else amount
             continue
         lengths = [ways.get(way) for _, way in key.legs]
         known = [length for length in lengths if length]
         usual = statistics.mean(known) if known else 1.0
         shares = [length or usual for length in lengths]
         for (place, _), share in zip(key.legs, shares, strict=True):
-            found[place] += seconds * share / sum(shares)
+            part = amount * (share / sum(shares))
+            found[place] = found[place] + part if place in found else part
     return found
 
 

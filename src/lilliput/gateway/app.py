@@ -26,6 +26,7 @@ from lilliput.gateway.metrics import Counted
 from lilliput.gateway.problems import Problem, problem_of
 from lilliput.gateway.requests import ChatRequest, CompletionRequest
 from lilliput.gateway.service import Job, Service
+from lilliput.gateway.visits import Visits
 
 _PAGE = Path(__file__).with_name("page.html")
 
@@ -57,13 +58,14 @@ def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
     """
     app = FastAPI(title="Lilliput", description="A model in a swarm, as OpenAI's clients expect it", docs_url=None,
                   redoc_url=None, default_response_class=Json)  # fmt: skip
-    _add_api(app, service)
+    visits = Visits(Counted(Door(app, keys), service.model.metrics))
+    _add_api(app, service, visits)
     _add_pages(app, service)
     _add_errors(app)
-    return Counted(Door(app, keys), service.model.metrics)
+    return visits
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
+def _add_api(app: FastAPI, service: Service, visits: Visits) -> None:
     model = service.model
 
     def described(name: str) -> dict[str, Any]:
@@ -88,6 +90,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses={200: _EVENTS, **_ERRORS})
     async def complete(request: CompletionRequest) -> Response:
         return _delivered(await service.completion(request), stream=request.stream)
+
+    @app.get("/v1/requests/{id}", responses=_ERRORS)
+    async def request_seen(id: str, request: HttpRequest) -> dict[str, Any]:
+        """What became of one of the last requests, and where its time went."""
+        return visits.find(id, getattr(request.state, "account", None)).facts()
 
 
 def _delivered(job: Job, *, stream: bool) -> Response:
