@@ -9,7 +9,7 @@ from lilliput.wire import request_id
 
 
 @pytest.mark.parametrize(
-, "req_01", "7c9e6679-7425-40de-944b-e07fc1f90ae7", "Root=1-67:a/b+c@d~e", "x" * 128]
+    "text", ["a", "req_01", "7c9e6679-7425-40de-944b-e07fc1f90ae7", "Root=1-67:a/b+c@d~e", "x" * 128]
 )
 def test_names(text: str) -> None:
     assert request_id.checked(text) == text

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 #: what else than servers' time is called for a person
 _NAMES = {
     "back": "way back",
-    "embedding": "embedding of the prompt, here",
-    "head": "head and choice of a token, here",
-    "opening": "finding servers, opening sessions",
-    "waiting": "waiting for the thread of the head",
-    "moving": "while the session moved",
-    "recovering": "while others took over",
-    "lost": "in what failed",
+    "embedding": "embedding, here",
+    "head": "head, choice of a token, here",
+    "opening": "opening sessions",
+    "waiting": "waiting for the head's thread",
+    "moving": "the session moved",
+    "recovering": "others took over",
+    "lost": "lost in what failed",
     "rest": "not accounted for",
 }
 
@@ -140,13 +140,12 @@ def _show(found: _Found) -> None:
     console.print(
         Text.assemble(
             (found.model, "bold"),
-            f": {found.prompt_tokens} tokens read, {found.tokens} written in {found.seconds:.2f} s, "
-            f"the first after {found.first:.2f} s",
+            f": {found.prompt_tokens} tokens read, {found.tokens} written in {found.seconds:.2f} s",
         )
     )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("milliseconds", no_wrap=True)
-    for heading in ("first token", "each other", "most", "all", ""):
+    for heading in ("first token", "others", "at most", "all", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     peer = ""
     for one in found.spent:
@@ -156,7 +155,7 @@ def _show(found: _Found) -> None:
         peer = place.peer_id
         name = f"  {place.name}" if peer else _NAMES[place.name]
         share = f"{100 * one.total / found.seconds:.0f} %"
-        times = (one.first, one.median, one.most, one.total)
+        times = one.first, one.median, one.most, one.total
         table.add_row(name + (" ~" if one.estimated else ""), *map(_short, times), share)
     whole = sum(one.first for one in found.spent), sum(one.total for one in found.spent)
     table.add_row("all", _short(whole[0]), "", "", _short(whole[1]), "", style="bold")

@@ -177,9 +177,9 @@ class AsyncInferenceSession:
         :param request_id: from now on, for the servers' logs
         :returns: outputs of the last tokens, `[rows, n, hidden]` in the dtype of `hidden`; n = tokens unless `needed`
         """
-        asked = time.perf_counter()
+        asked, moves = time.perf_counter(), self._busy.locked()
         async with self._busy:
-            begun = time.perf_counter()
+            begun = time.perf_counter() if moves else asked
             if request_id == self.request_id:
                 request_id = ""  # the servers know it
             elif request_id:

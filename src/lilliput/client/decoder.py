@@ -8,9 +8,10 @@ states have come back. This is what a gateway needs, and what `lilliput bench` m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -207,12 +208,13 @@ class Decoder:
             logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
         tokens = logits.argmax(-1)
         failed: dict[int, Exception] = {}  # one stream's sampler is no concern of the others
-        for row, due in enumerate(wave):
-            if due.sampler is not None:
-                try:
-                    tokens[row] = due.sampler(due.ids, logits[row].float())
-                except Exception as e:
-                    failed[row] = e
+        with _one_thread():
+            for row, due in enumerate(wave):
+                if due.sampler is not None:
+                    try:
+                        tokens[row] = due.sampler(due.ids, logits[row].float())
+                    except Exception as e:
+                        failed[row] = e
         embedded = self._embed(tokens[:, None]).split(1)
         return [failed.get(row) or result for row, result in enumerate(zip(tokens.tolist(), embedded, strict=True))]
 
@@ -228,6 +230,18 @@ class Decoder:
         with self._model._gate.answering(look):
             self._model.base_model(input_ids=tokens, use_cache=False)
         return seen[0]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For small operations. Threads that share one wait for each other at its end, for milliseconds if the cores have
+    other work: several times as long as one thread takes for all of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:

@@ -53,7 +53,7 @@ class Run:
                 leg.session.forget(step_id)
         if reply.hidden is None:
             return reply
-        for leg, timing in zip(self.passed(reply)[:-1], reply.timings, strict=False):
+        for leg, timing in zip(self.passed(reply)[:-1], reply.before, strict=False):
             leg.session.saw(step_id, timing)
         if (error := _wrong(reply.hidden, part)) is not None:
             return Reply(reply.session, error=Unreachable(f"server {reply.session.hop} returned {error}"))
@@ -61,14 +61,12 @@ class Run:
 
     def crossing(self, reply: Reply, seconds: float) -> Crossing:
         """What is known about where the time until this reply went."""
-        if reply.hidden is None:
+        if reply.own is None:
             return Crossing(seconds, ())
-        hops = []
-        for leg, timing in zip(self.passed(reply), reply.timings, strict=False):
-            there_and_back = timing.there_and_back_ms / 1e3 if isinstance(timing, pb.Timing) else 0.0
-            spent = timing.queued_ms / 1e3, timing.compute_ms / 1e3
-            hops.append(HopTime(leg.hop.peer_id, leg.start, leg.end, *spent, there_and_back))
-        return Crossing(seconds, tuple(hops))
+        passed, own = self.passed(reply), reply.own
+        timings = [*reply.before, *[pb.Timing()] * len(passed)][: len(passed) - 1]
+        timings.append(pb.Timing(queued_ms=own.queued_ms, compute_ms=own.compute_ms))
+        return Crossing(seconds, tuple(map(_hop_time, passed, timings)))
 
     def passed(self, reply: Reply) -> list[Leg]:
         """The legs up to the one that the reply is from."""
@@ -87,6 +85,11 @@ async def compute(leg: Leg, part: Part) -> torch.Tensor:
     leg.answered = part.end
     leg.wake()
     return reply.hidden
+
+
+def _hop_time(leg: Leg, spent: pb.Timing) -> HopTime:
+    times = spent.queued_ms / 1e3, spent.compute_ms / 1e3, spent.there_and_back_ms / 1e3
+    return HopTime(leg.hop.peer_id, leg.start, leg.end, *times)
 
 
 def _wrong(hidden: torch.Tensor, part: Part) -> str | None:

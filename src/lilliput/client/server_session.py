@@ -31,13 +31,15 @@ class Reply:
 
     :ivar session: where it came from
     :ivar hidden: outputs `[rows, tokens, hidden]`
-    :ivar timings: what the servers that the step passed spent on it, in order
+    :ivar before: what the servers that the step passed before spent on it
+    :ivar own: what this one did
     """
 
     session: ServerSession
     hidden: torch.Tensor | None = None
     error: LilliputError | None = None
-    timings: Sequence[pb.Timing | pb.Output] = ()
+    before: Sequence[pb.Timing] = ()
+    own: pb.Output | None = None
 
 
 Answer = asyncio.Future[Reply]
@@ -302,7 +304,7 @@ class ServerSession:
             return
         self.stats.bytes_received += hidden.numel() * hidden.element_size()
         self._count(body.step_id, body)
-        self._answer(body.step_id, Reply(self, hidden, timings=[*body.before, body]))
+        self._answer(body.step_id, Reply(self, hidden, before=body.before, own=body))
 
     def _count(self, step_id: int, timing: pb.Timing | pb.Output) -> None:
         stats = self.stats

@@ -91,7 +91,7 @@ def _add_api(app: FastAPI, service: Service, visits: Visits) -> None:
     async def complete(request: CompletionRequest) -> Response:
         return _delivered(await service.completion(request), stream=request.stream)
 
-    @app.get("/v1/requests/{id}", responses=_ERRORS)
+    @app.get("/v1/requests/{id:path}", responses=_ERRORS)
     async def request_seen(id: str, request: HttpRequest) -> dict[str, Any]:
         """What became of one of the last requests, and where its time went."""
         return visits.find(id, getattr(request.state, "account", None)).facts()

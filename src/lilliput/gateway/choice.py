@@ -45,6 +45,11 @@ class Order:
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but the likeliest tokens' ids is wanted."""
+        return self.sampling.likeliest and self.likelihoods is None and self.constraint is None
+
 
 @dataclass(frozen=True)
 class Token:
@@ -90,7 +95,7 @@ class Choice:
         stream = model.decoder.stream(
             order.prompt,
             max_new_tokens=order.max_tokens,
-            sampler=sampler,
+            sampler=None if order.plain else sampler,  # the decoder's own is one for all streams
             stop_ids=model.end_ids,
             session=session,
             on_ends=trace.saw_ends,
