@@ -111,9 +111,13 @@ def set_up(verbosity: int = 0, *, debug: bool = False, as_json: bool = False) ->
     os.environ.update({name: value for name, value in wanted.items() if name not in _CHOSEN_BY_USER})
 
 
+def are_json() -> bool:
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
 def take_over() -> None:
     """Where logs are JSON: let the libraries write none of their own. Call it when they are imported."""
-    if not any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
+    if not are_json():
         return
     from hivemind.utils.logging import use_hivemind_log_handler
 

@@ -7,6 +7,7 @@ long: to and from the client by its pings, between servers by how long earlier p
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -145,12 +146,14 @@ class AnswerTrace:
             if seconds := getattr(step, name):
                 times[Place(name)] = seconds
         for crossing in step.crossings:
-            hops = [(hop.peer_id, hop.start, hop.end) for hop in crossing.hops]
-            if hops:
-                times[Place("network", *hops[0]) if len(hops) == 1 else _Ways(tuple(hops))] += crossing.network
-            for hop, here in zip(crossing.hops, hops, strict=True):
-                times[Place("queue", *here)] += hop.queued
-                times[Place("compute", *here)] += hop.computing
+            places = [_places(hop.peer_id, hop.start, hop.end) for hop in crossing.hops]
+            if len(places) == 1:
+                times[places[0][0]] += crossing.network
+            elif places:
+                times[_Ways(tuple((hop.peer_id, hop.start, hop.end) for hop in crossing.hops))] += crossing.network
+            for hop, (_, queue, compute) in zip(crossing.hops, places, strict=True):
+                times[queue] += hop.queued
+                times[compute] += hop.computing
             self._note_pushes(crossing.hops)
         for name, seconds in (("embedding", ends.embedding), ("waiting", ends.waiting), ("head", ends.computing)):
             times[Place(name)] += seconds
@@ -206,6 +209,13 @@ def shared_out(times: Mapping[Place | _Ways, Amount], ways: Mapping[tuple[str, s
             part = amount * (share / sum(shares))
             found[place] = found[place] + part if place in found else part
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(peer_id: str, start: int, end: int) -> tuple[Place, Place, Place]:
+    """A server's network, queue and compute; made once, since steps are many."""
+    network, queue, compute = (Place(name, peer_id, start, end) for name in _AT_SERVERS)
+    return network, queue, compute
 
 
 def _in_order(places: Mapping[Place, float]) -> list[Place]:
