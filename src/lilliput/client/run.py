@@ -15,6 +15,9 @@ from lilliput.client.tape import Part
 from lilliput.errors import Unreachable
 from lilliput.wire import lilliput_pb2 as pb
 
+#: no server has had a step for so long (milliseconds)
+_MOST_MS = 1e9
+
 
 class Run:
     """One leg, or several that follow one another: each server pushes its outputs to the next, the last one answers."""
@@ -88,8 +91,9 @@ async def compute(leg: Leg, part: Part) -> torch.Tensor:
 
 
 def _hop_time(leg: Leg, spent: pb.Timing) -> HopTime:
-    times = spent.queued_ms / 1e3, spent.compute_ms / 1e3, spent.there_and_back_ms / 1e3
-    return HopTime(leg.hop.peer_id, leg.start, leg.end, *times)
+    times = spent.queued_ms, spent.compute_ms, spent.there_and_back_ms
+    seconds = (time / 1e3 if 0 <= time < _MOST_MS else 0.0 for time in times)  # servers may say what they like
+    return HopTime(leg.hop.peer_id, leg.start, leg.end, *seconds)
 
 
 def _wrong(hidden: torch.Tensor, part: Part) -> str | None:
