@@ -82,7 +82,7 @@ class Visit:
             sums[name] = sums.get(name, 0.0) + spent.total
         before = min(answer.began for answer in self.answers)
         sums = {"before": before, **sums, "total": time.perf_counter() - self.began}
-        return ", ".join(f"{name};dur={seconds * 1e3:.1f}" for name, seconds in sums.items())
+        return ", ".join(f"{name};dur={seconds * 1e3:.1f}" for name, seconds in sums.items() if seconds >= 0)
 
 
 #: set while a request is answered, in all tasks that do so
