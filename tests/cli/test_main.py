@@ -22,7 +22,7 @@ from lilliput.cli.main import app, guarded
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
 
-COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "fetch", "plan", "bench"]
+COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "trace", "fetch", "plan", "bench"]
 
 
 def lilliput(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -168,7 +168,7 @@ def test_logs_as_json() -> None:
         "import hivemind.utils.logging as other\nlogs.take_over()\n"
         "logging.getLogger('lilliput.a').info('x', extra={'request_id': 'r1', 'tokens': 3})\n"
         "try: 1 / 0\nexcept ZeroDivisionError: logging.getLogger('lilliput.b').exception('y')\n"
-        "other.get_logger('hivemind.c').warning('z')\nwarnings.warn('w')"
+        "other.get_logger('hivemind.c').critical('z')\nwarnings.warn('w')"
     )
     command = [sys.executable, "-c", code]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
@@ -176,7 +176,7 @@ def test_logs_as_json() -> None:
     assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
     assert first == {"level": "info", "source": "a", "message": "x", "request_id": "r1", "tokens": 3}
     assert (second["level"], second["error"]) == ("error", "ZeroDivisionError: division by zero")
-    assert (third["level"], third["source"], third["message"]) == ("warning", "hivemind.c", "z")
+    assert (third["level"], third["source"], third["message"]) == ("critical", "hivemind.c", "z")
     assert fourth["level"] == "warning"
 
 
