@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lilliput.cli import process
-from lilliput.cli.logs import Verbose
+from lilliput.cli import logs, process
+from lilliput.cli.logs import LogJson, Verbose
 from lilliput.cli.options import (
     Announce,
     Host,
@@ -124,6 +124,7 @@ def serve(
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+    log_json: LogJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
@@ -146,6 +147,7 @@ def serve(
 
         with collector_paused():
             from lilliput.server.server import Server
+    logs.take_over()
     if supervisor:
         supervisor.stage("finding the swarm")
         initial_peers = supervisor.peers()

@@ -43,6 +43,7 @@ class AutoDistributedModelForCausalLM:
         replay_bytes: int = REPLAY_BYTES,
         push: bool = True,
         audit: float = 0.0,
+        request_id: str = "",
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -70,6 +71,7 @@ class AutoDistributedModelForCausalLM:
         :param audit: the share of what each server returns in sessions that is computed once more by another one;
             who is found to return something else is not used any more. Turns `push`, and the reuse of cached prefixes
             between sessions, off.
+        :param request_id: stands in the servers' logs beside what is done for this model; a session may bring another
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -94,6 +96,7 @@ class AutoDistributedModelForCausalLM:
                 push=push and not audit,
                 trusted_peers=trusted,
                 audit=audit,
+                request_id=request_id,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

@@ -13,6 +13,7 @@ from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
 from lilliput.client.route import Guard, Hop, missing_blocks, usable
 from lilliput.errors import BadRequest
+from lilliput.wire.request_id import checked
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -47,9 +48,12 @@ class RemoteModel:
     trusted_peers: frozenset[str] | None = None
     #: the share of what each server returns that is computed once more by another one; more than 0 needs `push=False`
     audit: float = 0.0
+    #: for the servers' logs, of what brings no id of its own
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
+        checked(self.request_id)
         if not 0 <= self.audit <= 1:
             raise BadRequest(f"audit is a share of what servers return, from 0 to 1, not {self.audit}")
         if self.audit and self.push:

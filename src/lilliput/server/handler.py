@@ -7,6 +7,8 @@ untouched, finds them. Unlike hivemind's, it lives on the server's event loop, i
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from typing import AsyncIterator  # noqa: UP035 (hivemind reads the annotations and knows only this one)
 
@@ -26,7 +28,10 @@ from lilliput.swarm.node import Node
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS
+from lilliput.wire.request_id import checked
 from lilliput.wire.tensors import check_codec
+
+logger = logging.getLogger(__name__)
 
 #: streamed answers are cut into messages of this size
 _PART_BYTES = 2 << 20
@@ -154,7 +159,7 @@ async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.
     assert isinstance(body, pb.Forward | pb.Backward)
     service.check_blocks(body.model, body.start, body.end)
     service.span.check_adapter(body.adapter)
-    codec = check_codec(body.codec)
+    codec, request_id = check_codec(body.codec), checked(body.request_id)
     needed = {"hidden", "grad"} if received.kind == "backward" else {"hidden"}
     if missing := needed - set(tensors):
         raise BadRequest(f"a {received.kind} message needs the tensors {', '.join(sorted(missing))}")
@@ -170,4 +175,11 @@ async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.
         prompts=tensors.get("prompts"),
         adapter=body.adapter,
     )
-    return await service.run_pass(job, peer), codec
+    begun, shape = time.monotonic(), tuple(tensors["hidden"].shape[:2])
+    output = await service.run_pass(job, peer)
+    logger.info(
+        "%s of %s: %d x %d tokens through blocks %d:%d in %.2f s",
+        *(received.kind, peer[-8:], *shape, body.start, body.end, time.monotonic() - begun),
+        extra={"peer": peer, "request_id": request_id},
+    )
+    return output, codec
