@@ -31,6 +31,12 @@ def test_a_span_that_is_none(span: str) -> None:
     assert "is not a span of blocks such as 0:10" in shown.stderr
 
 
+def test_a_rate_that_is_none() -> None:
+    shown = invoke("serve", "smollm2", "--peer-rate", "fast")
+    assert shown.exit_code == 2
+    assert "'fast' is not a size such as 8GB" in shown.stderr
+
+
 def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
     shown = invoke("serve", "smollm2", "--blocks", "0:1", "--dtype", "float8")
     assert (shown.exit_code, shown.stdout) == (1, "")

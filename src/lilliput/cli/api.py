@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from lilliput.cli import process
+from lilliput.cli import logs, process
 from lilliput.cli.language_model import LanguageModel
-from lilliput.cli.logs import Verbose
+from lilliput.cli.logs import LogJson, Verbose
 from lilliput.cli.options import Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
@@ -55,6 +55,7 @@ def api(
     json_line: Annotated[
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
+    log_json: LogJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Serve a model of a swarm over HTTP, as OpenAI's clients expect it, with a page to chat on."""
@@ -80,6 +81,7 @@ def api(
                 notice=remark,
             )
         )
+        logs.take_over()
         from lilliput.gateway.app import make_app
         from lilliput.gateway.http_server import HttpServer
         from lilliput.gateway.places import Places

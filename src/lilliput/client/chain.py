@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -31,6 +32,7 @@ from lilliput.client.replay import Replay
 from lilliput.client.route import Hop
 from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
+from lilliput.client.step_trace import Crossing
 from lilliput.client.tape import Part, Tape
 from lilliput.client.tasks import all_of
 from lilliput.errors import LilliputError, MissingBlocks, Unreachable
@@ -48,8 +50,10 @@ class Chain:
 
     :param busy: held while a step is under way
     :ivar max_length, max_rows: what the servers are asked for
+    :ivar request_id: for their logs
     :ivar tape: what they were sent
     :ivar recoveries: what happened to them so far
+    :ivar crossings: of the step that is under way, or was last
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class Chain:
         max_rows: int,
         bid: float,
         session_id: bytes,
+        request_id: str = "",
         on_queue: QueueCallback | None,
     ) -> None:
         self.remote, self.start, self.end = remote, start, end
@@ -73,7 +78,9 @@ class Chain:
         self.replay = Replay(self)
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
+        self.crossings: list[Crossing] = []
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
+        self.request_id = request_id
         self.busy = busy
         self.repair, self.moves, self.audits = Repair(self), Moves(self), Audits(self)
         self._ids = itertools.count(1)
@@ -139,6 +146,8 @@ class Chain:
             prefix=prefix,
             bid=self._bid,
             session_id=self._session_id,
+            request_id=self.request_id,
+            resumes=bool(self.legs),
             on_queue=self._on_queue,
             ids=self._ids,
         )
@@ -171,6 +180,7 @@ class Chain:
     async def run(self, step: Part, tokens: torch.Tensor) -> torch.Tensor:
         """A step, cut into parts, through the whole chain; returns its outputs, of the shape of its inputs."""
         self.repair.failures = 0
+        self.crossings = []
         parts = list(self._cut(step, tokens))
         for part in parts:
             self.tape.append(part)
@@ -242,7 +252,9 @@ class Chain:
                     continue
                 self.tape.write(block, part)
                 run = self._run_from(leg, part) if push else Run([leg])
+                sent = time.perf_counter()
                 reply = await run.compute(part)
+                self.crossings.append(run.crossing(reply, time.perf_counter() - sent))
             if not await self._settled(run.legs if reply.error else run.passed(reply), part):
                 for leg in run.legs:
                     leg.back_to(part.begin)
@@ -324,7 +336,7 @@ class Chain:
         peers = tuple(leg.hop.peer_id for leg in legs if leg.start < end and start < leg.end)
         recovery = Recovery(start, end, (guilty or gone[0]).hop.peer_id, peers, why, seconds, replayed, waited, moved)
         self.recoveries.append(recovery)
-        logger.info("%s (%s)", recovery, why)
+        logger.info("%s (%s)", recovery, why, extra={"request_id": self.request_id})
         for leg in gone:
             leg.wake()
         await close_legs(gone)

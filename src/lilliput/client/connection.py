@@ -17,7 +17,7 @@ import torch
 
 from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
-from lilliput.client.route import NOT_GUARDED, Guarded, Hop, find_chain, missing_blocks, usable
+from lilliput.client.route import Guard, Hop, find_chain, missing_blocks, usable
 from lilliput.errors import LilliputError, MissingAdapter, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -152,9 +152,9 @@ class Connection:
         banned: Collection[str] = frozenset(),
         use: Use = SESSION,
         pushes: bool = False,
-        guarded: Guarded = NOT_GUARDED,
+        guard: Guard | None = None,
     ) -> list[Hop]:
-        """A chain of servers for blocks `[start, end)`; `use`, `pushes` and `guarded` as of `find_chain`.
+        """A chain of servers for blocks `[start, end)`; `use`, `pushes` and `guard` as of `find_chain`.
 
         :param adapter: only servers that announce it; empty: any
 
@@ -168,9 +168,7 @@ class Connection:
             # who has joined lately is worth waiting for where nobody else would do
             within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
             ways = await self.round_trips(records, within=within)
-            return find_chain(
-                records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guarded=guarded
-            )
+            return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guard=guard)
 
         banned = self.convicted | set(banned)
         avoid = self.banned() | banned

@@ -119,6 +119,7 @@ class Pass:
                 "end": hop.end,
                 "adapter": remote.adapter,
                 "codec": remote.codec,
+                "request_id": remote.request_id,
             }
             return (
                 pb.Message(forward=pb.Forward(**body)) if call == FORWARD else pb.Message(backward=pb.Backward(**body))

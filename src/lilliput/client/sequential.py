@@ -87,6 +87,7 @@ class RemoteSequential(nn.Module):
         adapter: str = "",
         codec: str = "none",
         patience: Patience | None = None,
+        request_id: str = "",
     ) -> RemoteSequential:
         """All blocks of a model in a swarm; only its configuration is needed here."""
         from lilliput.models.sources import resolve
@@ -104,6 +105,7 @@ class RemoteSequential(nn.Module):
                 codec=codec,
                 patience=patience or Patience(),
                 trusted_peers=trusted,
+                request_id=request_id,
             )
             return cls(remote, shared)
         except BaseException:

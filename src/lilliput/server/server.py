@@ -26,7 +26,7 @@ from lilliput.models import quantization
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
-from lilliput.server.loading import DTYPES, Loaded, in_thread, load
+from lilliput.server.loading import DTYPES, Loaded, clear_away, in_thread, load
 from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
@@ -111,6 +111,7 @@ class Server(hivemind.moe.Server):
             "nat": nat,
             "relays": relays,
             "swarm_key": SwarmKey.of(swarm_key),
+            "peer_rate": self.options.peer_rate,
         }
         self._progress = progress
         self._ready = threading.Event()
@@ -270,14 +271,16 @@ class Server(hivemind.moe.Server):
     async def _load(self, starting: asyncio.Future[Node], abandoned: threading.Event) -> Loaded:
         """Read the blocks; first choose them, where nobody has."""
 
-        def read() -> Loaded:
-            loaded = load(self.model, self.blocks, self.options, self._progress)
+        def read(span: Span) -> Loaded:
+            if self._calls is not None:
+                clear_away()
+            loaded = load(self.model, span, self.options, self._progress)
             if abandoned.is_set():  # nobody waits for it any more
                 loaded.service.engine.stop()
             return loaded
 
         if not self._chooses:
-            return await in_thread(read)
+            return await in_thread(lambda: read(self.blocks))
         if self._mover is None:
             outlook = await in_thread(lambda: survey(self.model, self.options, self._progress))
             node = await asyncio.shield(starting)
@@ -292,8 +295,8 @@ class Server(hivemind.moe.Server):
             )
         if self.blocks == _NONE:
             self.blocks = await self._mover.choose()
-        async with self._mover.claiming(self.blocks):
-            loaded = await in_thread(read)
+        loaded = await self._mover.read(self.blocks, lambda span: in_thread(lambda: read(span)))
+        self.blocks = loaded.service.span.start, loaded.service.span.end
         self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
         return loaded
 
