@@ -24,8 +24,12 @@ T = TypeVar("T")
 
 #: picks the next token's id from the ids so far and the logits, float32 [vocabulary], which it may overwrite
 Sampler = Callable[[Sequence[int], torch.Tensor], int]
+#: looks at logits, float32 [n, vocabulary], after the tokens of a prompt from the named place on; runs in a thread
+Reader = Callable[[int, torch.Tensor], None]
 
 _CYCLE_WEIGHT = 0.2
+#: a prompt's logits are made and read in parts of so many: those of a long one, all at once, would take gigabytes
+_LOGITS_AT_ONCE = 1 << 22
 
 
 @dataclass(eq=False)
@@ -72,6 +76,7 @@ class Decoder:
         self._cycle, self._stages = 0.0, 2
         self._arrived = threading.Condition()
         self._closed = False
+        self._reading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
         self._thread.start()
 
@@ -97,6 +102,7 @@ class Decoder:
         *,
         max_new_tokens: int,
         sampler: Sampler | None = None,
+        reader: Reader | None = None,
         stop_ids: Collection[int] = (),
         session: AsyncInferenceSession | None = None,
         bid: float = 0.0,
@@ -104,7 +110,10 @@ class Decoder:
         """The answer's tokens, one after another, `stop_ids` not among them. Runs on the connection's loop.
 
         :param input_ids: the prompt
+        :param max_new_tokens: 0 computes the prompt, and nothing after it
         :param sampler: how to pick a token; default: the likeliest
+        :param reader: is shown, part by part and before the first token comes, what the model expects after each token
+            of the prompt but the last. All of the prompt is computed for it, also what servers have in their caches.
         :param session: one that stands before the first of `input_ids`; by default one for this stream, closed with it
         """
         if not input_ids:
@@ -117,7 +126,9 @@ class Decoder:
             ids = list(input_ids)
             tokens = torch.tensor([ids])
             hidden = await asyncio.to_thread(self._embed, tokens)
-            hidden = await session.step(hidden, tokens=tokens, needed=1)
+            hidden = await session.step(hidden, tokens=tokens, needed=1 if reader is None else None)
+            if reader is not None:
+                await self._read(hidden, reader)
             self._stages = len(session.hops) + 1
             for number in range(max_new_tokens):
                 token, embedded = await self._next(key, hidden[:, -1:], ids, sampler)
@@ -132,6 +143,17 @@ class Decoder:
             self._flying.pop(key, None)
             if own:
                 await session.close()
+
+    async def _read(self, hidden: torch.Tensor, reader: Reader) -> None:
+        end, vocabulary = hidden.shape[1] - 1, self._model.config.get_text_config().vocab_size
+        count = max(1, _LOGITS_AT_ONCE // vocabulary)
+        for place in range(0, end, count):
+            async with self._reading:  # one part of one prompt at a time, in turn
+                await asyncio.to_thread(self._read_part, place, hidden[:, place : min(place + count, end)], reader)
+
+    @torch.inference_mode()
+    def _read_part(self, place: int, hidden: torch.Tensor, reader: Reader) -> None:
+        reader(place, self._logits(hidden)[0].float())
 
     def _next(
         self, key: int, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None
@@ -175,9 +197,7 @@ class Decoder:
 
     @torch.inference_mode()
     def _compute(self, wave: list[_Due]) -> list[tuple[int, torch.Tensor] | Exception]:
-        hidden = torch.cat([due.hidden for due in wave])
-        with self._model._gate.answering(lambda _: hidden):
-            logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
+        logits = self._logits(torch.cat([due.hidden for due in wave]))[:, -1]
         tokens = logits.argmax(-1)
         failed: dict[int, Exception] = {}  # one stream's sampler is no concern of the others
         for row, due in enumerate(wave):
@@ -188,6 +208,11 @@ class Decoder:
                     failed[row] = e
         embedded = self._embed(tokens[:, None]).split(1)
         return [failed.get(row) or result for row, result in enumerate(zip(tokens.tolist(), embedded, strict=True))]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What came from the last block, [rows, tokens, hidden] -> [rows, tokens, vocabulary]."""
+        with self._model._gate.answering(lambda _: hidden):
+            return self._model(inputs_embeds=hidden, use_cache=False).logits  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

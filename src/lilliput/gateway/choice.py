@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lilliput.client.detokenizer import Detokenizer
+from lilliput.client.server_session import HopStats
 from lilliput.errors import CacheFull
-from lilliput.gateway.sampler import Constraint, Likelihood, Sampler, Sampling
+from lilliput.gateway.echo import Echo
+from lilliput.gateway.piece import Piece, Token
+from lilliput.gateway.sampler import Constraint, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
 from lilliput.gateway.stops import Stops
 
@@ -28,6 +31,7 @@ class Order:
     :param constraint: which tokens may come; no other answer's
     :param keep_special: special tokens are text, too: the model marks its calls of tools with them
     :param continues: the answer is the same text as the prompt, not another's
+    :param echo: the prompt, to stand before the answer
     :param after: to be waited for. Answers to the same prompt wait for the first, and find its caches on the servers.
     :param begun: to be set when the prompt is computed
     """
@@ -41,26 +45,9 @@ class Order:
     constraint: Constraint | None = None
     keep_special: bool = False
     continues: bool = False
+    echo: Echo | None = None
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
-
-
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer; where its text begins in the answer's text, in characters."""
-
-    id: int
-    likelihood: Likelihood
-    offset: int
-
-
-@dataclass
-class Piece:
-    """Some more of an answer. The last one says why it ended: stop, length."""
-
-    text: str
-    tokens: list[Token] = field(default_factory=list)
-    finish: str | None = None
 
 
 class Choice:
@@ -75,7 +62,7 @@ class Choice:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer. Close the iterator to give the servers' caches back."""
-        order, model = self._order, self._model
+        order, model, echo = self._order, self._model, self._order.echo
         if order.after is not None:
             await order.after.wait()
         sampler = Sampler(order.sampling, order.prompt, top=order.likelihoods, constraint=order.constraint)
@@ -83,13 +70,15 @@ class Choice:
         before = order.prompt[-_CONTEXT:] if order.continues else []
         detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
-        decoded = shown = 0
+        opening = iter(()) if echo is None else echo.pieces()
+        decoded = shown = 0 if echo is None else len(echo.text)
         began = time.perf_counter()
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
         stream = model.decoder.stream(
             order.prompt,
             max_new_tokens=order.max_tokens,
             sampler=sampler,
+            reader=echo.read if echo is not None and echo.top is not None and order.after is None else None,
             stop_ids=model.end_ids,
             session=session,
         )
@@ -98,9 +87,12 @@ class Choice:
             async with contextlib.aclosing(stream):  # type: ignore[type-var]
                 try:
                     async for token in stream:
-                        self._count(session.stats)
+                        self.tokens += 1
                         if self.tokens == 1:
                             model.metrics.saw_first_token(time.perf_counter() - began)
+                            self._saw_prompt(session.stats)
+                            for piece in opening:
+                                yield piece
                         text = detokenizer.take([token])
                         if order.likelihoods is not None:
                             waiting.append(Token(token, sampler.likelihoods.popleft(), decoded))
@@ -117,23 +109,27 @@ class Choice:
                     if order.sure or not self.tokens:
                         raise
                     finish = "length"  # the servers have no more room, which nobody promised
+            if not self.tokens:
+                self._saw_prompt(session.stats)
+                for piece in opening:
+                    yield piece
+            if order.continues and sampler.likelihoods:  # the end is a token, too, if one without a text
+                ending = sampler.likelihoods.popleft()
+                waiting.append(Token(ending.token, ending, decoded))
             rest = stops.rest()
             yield Piece(rest, waiting if not stops.found else [], finish)
         finally:
-            if order.begun is not None:
-                order.begun.set()
             model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
             for recovery in session.recoveries:
                 model.metrics.saw_recovery(recovery)
             await session.close()
 
-    def _count(self, stats: Sequence[object]) -> None:
-        self.tokens += 1
-        if self.tokens == 1:
-            computed = max((getattr(hop, "computed_tokens", 0) for hop in stats), default=0)
-            self.cached = max(0, len(self._order.prompt) - computed)
-            if self._order.begun is not None:
-                self._order.begun.set()
+    def _saw_prompt(self, stats: Sequence[HopStats]) -> None:
+        """The servers have computed it."""
+        computed = max((hop.computed_tokens for hop in stats), default=0)
+        self.cached = max(0, len(self._order.prompt) - computed)
+        if self._order.begun is not None:
+            self._order.begun.set()
 
 
 def _before(waiting: list[Token], shown: int) -> list[Token]:

@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lilliput.gateway.likelihood import Likelihood
+
 #: how many of the likeliest tokens are looked at first, when a share of the probability is to be found
 _NUCLEUS_SIZES = (64, 1024)
 #: below this temperature every other token's probability rounds to 0
@@ -34,15 +36,6 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """Of a token that was picked, by the model itself: before penalties, temperature and grammar."""
-
-    logprob: float
-    #: the likeliest tokens with theirs
-    top: list[tuple[int, float]]
 
 
 class Constraint(Protocol):
@@ -96,7 +89,7 @@ class Sampler:
             likeliest = (
                 [] if top is None else list(zip(top.indices.tolist(), (top.values - total).tolist(), strict=True))
             )
-            self.likelihoods.append(Likelihood(float(original[token] - total), likeliest))
+            self.likelihoods.append(Likelihood(token, float(original[token] - total), likeliest))
         return token
 
     def _penalized(self, logits: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lilliput.gateway import tools as tool_calls
 from lilliput.gateway.choice import Choice, Order, merged
+from lilliput.gateway.echo import Echo
 from lilliput.gateway.grammar import Grammar, Grammars
 from lilliput.gateway.places import Places
 from lilliput.gateway.problems import Problem
@@ -65,26 +66,22 @@ class Service:
         model = self.called(request.model)
         if request.best_of not in (None, request.n):
             raise Problem("best_of has to equal n: answers are not ranked here.", param="best_of")
-        if request.echo and request.logprobs is not None:
-            raise Problem("echo cannot be had with logprobs: prompts are not scored here.", param="logprobs")
         limit = await model.max_length()
         prompts = [await self._prompt(prompt, limit) for prompt in request.prompts]
         if len(prompts) * request.n > _MOST_ANSWERS:
             raise Problem(f"A request may ask for {_MOST_ANSWERS} answers, all prompts together.", param="n")
         sampling = self._sampling(request)
         orders = []
-        for prompt in prompts:
+        named = request.max_tokens
+        for given, prompt in zip(request.prompts, prompts, strict=True):
             most = self._most_tokens(
-                prompt, request.max_tokens or _COMPLETION_TOKENS, limit, sure=bool(request.max_tokens)
+                prompt, _COMPLETION_TOKENS if named is None else named, limit, sure=named is not None
             )
-            orders.append(Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True))
-        openings = [self._text_of(p) if request.echo else "" for p in request.prompts for _ in range(request.n)]
-        reply = TextReply(
-            model.name,
-            self.model.vocabulary,
-            likelihoods=request.logprobs is not None,
-            openings=openings,
-        )
+            echo = Echo(self._text_of(given), prompt, model.vocabulary, top=request.logprobs) if request.echo else None
+            order = Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True, echo=echo)
+            orders.append(order)
+        answers = len(prompts) * request.n
+        reply = TextReply(model.name, model.vocabulary, likelihoods=request.logprobs is not None, answers=answers)
         return self._job(request, model, reply, orders, None)
 
     async def chat(self, request: ChatRequest) -> Job:
@@ -174,13 +171,13 @@ class Service:
         return ids or [first]
 
     def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.model.text_of(prompt)
 
     @staticmethod
     def _most_tokens(prompt: Sequence[int], most: int, limit: int, *, sure: bool) -> int:
         """How long the answer may become. What was asked for is never cut, but refused."""
         room = limit - len(prompt)
-        if room < 1 or (sure and most > room):
+        if room < min(most, 1) or (sure and most > room):
             raise too_long(limit, len(prompt), most if sure else None)
         return min(most, room)
 
