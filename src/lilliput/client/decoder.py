@@ -65,7 +65,7 @@ def seconds_to_wait(arrived: float, flying: Collection[float], *, cycle: float, 
 class Decoder:
     """Generates for many streams with one model's ends.
 
-    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`. Use it for nothing else meanwhile.
+    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`. Other threads may use it meanwhile.
     """
 
     def __init__(self, model: Any) -> None:

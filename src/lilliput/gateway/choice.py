@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lilliput.client.detokenizer import Detokenizer
 from lilliput.client.server_session import HopStats
 from lilliput.errors import CacheFull
+from lilliput.gateway.account import Account
 from lilliput.gateway.echo import Echo
 from lilliput.gateway.piece import Piece, Token
 from lilliput.gateway.sampler import Constraint, Sampler, Sampling
@@ -53,8 +54,8 @@ class Order:
 class Choice:
     """Generates one answer. Its counts are right at any time, also when it is given up."""
 
-    def __init__(self, model: ServedModel, order: Order) -> None:
-        self._model, self._order = model, order
+    def __init__(self, model: ServedModel, order: Order, account: Account) -> None:
+        self._model, self._order, self._account = model, order, account
         #: tokens generated so far, the end's own not among them
         self.tokens = 0
         #: tokens of the prompt that all servers had in their caches
@@ -88,6 +89,7 @@ class Choice:
                 try:
                     async for token in stream:
                         self.tokens += 1
+                        self._account.use_answer(1)
                         if self.tokens == 1:
                             model.metrics.saw_first_token(time.perf_counter() - began)
                             self._saw_prompt(session.stats)

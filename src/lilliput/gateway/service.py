@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lilliput.gateway import tools as tool_calls
+from lilliput.gateway.account import Account
 from lilliput.gateway.choice import Choice, Order, merged
 from lilliput.gateway.echo import Echo
 from lilliput.gateway.grammar import Grammar, Grammars
+from lilliput.gateway.piece import Piece
 from lilliput.gateway.places import Places
 from lilliput.gateway.problems import Problem
 from lilliput.gateway.replies import ChatReply, Reply, TextReply, usage
@@ -33,22 +35,30 @@ class Job:
     prompts: list[list[int]]
     choices: list[Choice]
     places: Places
+    account: Account
     with_usage: bool
 
     async def whole(self) -> dict[str, Any]:
-        async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+        async with self._pieces() as pieces:
             async for number, piece in pieces:
                 self.reply.take(number, piece)
         return self.reply.whole(self._counts())
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         more: dict[str, Any] = {"usage": None} if self.with_usage else {}
-        async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+        async with self._pieces() as pieces:
             async for number, piece in pieces:
                 for choice in self.reply.take(number, piece):
                     yield self.reply.chunk([choice], **more)
         if self.with_usage:
             yield self.reply.chunk([], usage=self._counts())
+
+    @contextlib.asynccontextmanager
+    async def _pieces(self) -> AsyncIterator[AsyncIterator[tuple[int, Piece]]]:
+        async with self.places.one():
+            self.account.use_prompt(sum(map(len, self.prompts)))
+            async with contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+                yield pieces
 
     def _counts(self) -> dict[str, Any]:
         return usage(self.prompts, self.choices)
@@ -61,7 +71,7 @@ class Service:
         self.model, self._places = model, places
         self._grammars = Grammars(model)
 
-    async def completion(self, request: CompletionRequest) -> Job:
+    async def completion(self, request: CompletionRequest, account: Account) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
         model = self.called(request.model)
         if request.best_of not in (None, request.n):
@@ -82,9 +92,9 @@ class Service:
             orders.append(order)
         answers = len(prompts) * request.n
         reply = TextReply(model.name, model.vocabulary, likelihoods=request.logprobs is not None, answers=answers)
-        return self._job(request, model, reply, orders, None)
+        return self._job(request, model, account, reply, orders, None)
 
-    async def chat(self, request: ChatRequest) -> Job:
+    async def chat(self, request: ChatRequest, account: Account) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
         model = self.called(request.model)
         tools = tool_calls.wanted(request, self.model)
@@ -115,7 +125,7 @@ class Service:
             answers=request.n,
             tools=[tool.function.name for tool in tools],
         )
-        return self._job(request, model, reply, [order], grammar)
+        return self._job(request, model, account, reply, [order], grammar)
 
     async def metrics_page(self) -> bytes:
         """How things are now, in Prometheus' text format."""
@@ -137,7 +147,13 @@ class Service:
         return model
 
     def _job(
-        self, request: Request, model: ServedModel, reply: Reply, orders: Sequence[Order], grammar: Grammar | None
+        self,
+        request: Request,
+        model: ServedModel,
+        account: Account,
+        reply: Reply,
+        orders: Sequence[Order],
+        grammar: Grammar | None,
     ) -> Job:
         choices = []
         for order in orders:
@@ -154,10 +170,11 @@ class Service:
                             begun=begun if number == 0 else None,
                             after=begun if number > 0 else None,
                         ),
+                        account,
                     )
                 )
         with_usage = request.stream_options is not None and request.stream_options.include_usage
-        return Job(reply, [order.prompt for order in orders], choices, self._places, with_usage)
+        return Job(reply, [order.prompt for order in orders], choices, self._places, account, with_usage)
 
     async def _prompt(self, prompt: str | list[int], limit: int) -> list[int]:
         if isinstance(prompt, list):
