@@ -6,6 +6,8 @@ import re
 import signal
 import time
 
+import httpx
+import openai
 import pytest
 from terminal import Family, Terminal, invoke, run, start
 
@@ -33,6 +35,7 @@ def test_a_chat(family: Family) -> None:
         for blocks in ("0:10", "10:20", "20:30"):
             terminal.see(f"server for blocks {blocks}", within=120)
         (address,) = terminal.see(r"status --initial-peers (\S+)", within=120).groups()
+        (url,) = terminal.see(r"chat in a browser at (\S+)/;").groups()
         assert len(family.sockets()) >= 4
         terminal.see("\n> ")
         terminal.enter("What is the capital of France?")
@@ -44,12 +47,30 @@ def test_a_chat(family: Family) -> None:
         terminal.see(r"\.\s+\w+ \w+")
         terminal.ctrl("c")
         terminal.see(r"\(stopped: \d+ tokens?, .*\)\n> ")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        story = client.completions.create(
+            model="smollm2", prompt="Count: 1, 2, 3,", max_tokens=7000, stream=True, logit_bias={"2": -100}
+        )
+        next(iter(story))  # a program and the chat use the same model at the same time
         terminal.enter("What is the capital of Italy?")
         terminal.see(r"Rome[^(]*\n\(\d+ tokens, .*\)\n> ")
         terminal.ctrl("d")
         assert terminal.end() == 0
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(story)
         assert "Traceback" not in terminal.screen
+        assert not re.search(r"uvicorn|lilliput\.|error", terminal.screen)
     family.assert_gone()
+
+
+def test_a_terminal_that_closes_ends_the_api_too(family: Family) -> None:
+    with Terminal("demo", "--servers", "1", family=family) as terminal:
+        (url,) = terminal.see(r"chat in a browser at (\S+)/;", within=120).groups()
+        terminal.see("\n> ")
+        terminal.hang_up()  # perhaps before the API's libraries are loaded
+        family.assert_gone()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
 
 
 def test_killed_it_leaves_nothing(family: Family) -> None:

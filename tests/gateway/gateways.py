@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import openai
 
 KEYS = ("first-key", "second-key")
+#: by name, with limits
+LIMITED = {"one": ("sk-one", "requests=1"), "few": ("sk-few", "tokens-per-minute=20 requests-per-minute=600")}
 
 
 @dataclass

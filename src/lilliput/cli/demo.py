@@ -68,7 +68,7 @@ def demo(
         chat = Chat(stack.enter_context(contextlib.closing(Conversation(model, notice=remark))), model)
         if question is None and at_a_terminal():
             if url := stack.enter_context(api_beside(model, _MODEL)):
-                remark(f"Programs find the model at {url}/v1, as OpenAI's clients expect it, and browsers at {url}/")
+                remark(f"Or chat in a browser at {url}/; programs find an API like OpenAI's at {url}/v1")
             chat.talk()
         else:
             typer.echo(f"> {question or _QUESTION}")

@@ -42,7 +42,7 @@ class Allowance:
         """How many may be used now; below 0 if more were used than there were."""
         back = (now - self._seen) * self.per_minute / _MINUTE
         self._left, self._seen = min(float(self.per_minute), self._left + back), now
-        return self._left
+        return round(self._left, 6)
 
     def use(self, count: int, now: float) -> None:
         self._left = self.left(now) - count
@@ -127,7 +127,11 @@ class Account:
         """:param seconds: after which it is worth another try; None: it never is"""
         self.refused += 1
         logger.info("a request with the key %r is refused: %s", self.name, why)
-        again = {"x-should-retry": "false"} if seconds is None else {"Retry-After": str(max(1, math.ceil(seconds)))}
+        again = (
+            {"x-should-retry": "false"}
+            if seconds is None
+            else {"Retry-After": str(max(1, math.ceil(round(seconds, 3))))}
+        )
         return Problem(
             f"Too many requests with the key {self.name!r}: {why}.",
             status=429,
