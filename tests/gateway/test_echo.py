@@ -12,8 +12,12 @@ import openai
 import pytest
 import torch
 from gateways import Gateway
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from lilliput.gateway.echo import Echo
+from lilliput.gateway.vocabulary import Vocabulary
 from lilliput.models.sources import ModelFiles
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -164,3 +168,16 @@ def test_as_the_evaluation_harness_asks_and_reads(gateway: Gateway, expected: An
         True
     ] * 3
     json.dumps(answer.json(), allow_nan=False)
+
+
+def test_a_tokenizer_may_begin_with_more_than_the_text() -> None:
+    words = ["<s>", "\u2581Hello", "\u2581", "<0xC3>", "<0xBC>", "ber"]
+    model = WordLevel({word: id for id, word in enumerate(words)}, unk_token="<s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), bos_token="<s>")
+    echo = Echo("Hello über", range(len(words)), Vocabulary(tokenizer), top=0)
+    for place in range(0, 5, 2):
+        echo.read(place, torch.zeros(min(2, 5 - place), len(words)))
+    (piece,) = echo.pieces()
+    assert piece.text == "Hello über"
+    assert [token.offset for token in piece.tokens] == [0, 0, 5, 6, 6, 7]
+    assert [token.likelihood is None for token in piece.tokens] == [True] + [False] * 5
