@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import socket
 import time
 
 import httpx
@@ -11,6 +13,7 @@ import openai
 import pytest
 from terminal import Family, Terminal, invoke, run, start
 
+from lilliput.cli import api
 from lilliput.models.sources import ModelFiles
 
 
@@ -64,13 +67,23 @@ def test_a_chat(family: Family) -> None:
 
 
 def test_a_terminal_that_closes_ends_the_api_too(family: Family) -> None:
-    with Terminal("demo", "--servers", "1", family=family) as terminal:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then somebody else has the usual port
+            stack.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        terminal = stack.enter_context(Terminal("demo", "--servers", "1", family=family))
         (url,) = terminal.see(r"chat in a browser at (\S+)/;", within=120).groups()
+        assert not url.endswith(":8000")
         terminal.see("\n> ")
         terminal.hang_up()  # perhaps before the API's libraries are loaded
         family.assert_gone()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)
+
+
+def test_without_the_libraries_there_is_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    with api.api_beside(None, "smollm2") as url:  # type: ignore[arg-type]
+        assert url == ""
 
 
 def test_killed_it_leaves_nothing(family: Family) -> None:
