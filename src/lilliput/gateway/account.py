@@ -76,7 +76,7 @@ class Account:
         """For as long as a request takes. Raises `Problem` 429 if it is one too many."""
         most, now = self._limits.requests, self._clock()
         if most is not None and self.running >= most:
-            raise self._refusal(f"{most} of its requests are being answered or wait, which is its limit", _SOON)
+            raise self._refusal(f"its limit is {most} at a time", _SOON)
         if self._requests is not None and self._requests.left(now) < 1:
             raise self._refusal(
                 f"its limit is {self._requests.per_minute} requests a minute", self._requests.seconds_until(1, now)
