@@ -73,6 +73,7 @@ class Choice:
         waiting: list[Token] = []  # their text is still to be shown
         opening = iter(()) if echo is None else echo.pieces()
         decoded = shown = 0 if echo is None else len(echo.text)
+        told = 0
         began = time.perf_counter()
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
         stream = model.decoder.stream(
@@ -102,7 +103,8 @@ class Choice:
                         text = stops.take(text)
                         shown += len(text)
                         if text:
-                            yield Piece(text, _before(waiting, shown))
+                            news, told = session.recoveries[told:], len(session.recoveries)
+                            yield Piece(text, _before(waiting, shown), recoveries=news)
                         if stops.found:
                             break
                     else:
@@ -119,7 +121,7 @@ class Choice:
                 ending = sampler.likelihoods.popleft()
                 waiting.append(Token(ending.token, ending, decoded))
             rest = stops.rest()
-            yield Piece(rest, waiting if not stops.found else [], finish)
+            yield Piece(rest, waiting if not stops.found else [], finish, session.recoveries[told:])
         finally:
             model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
             for recovery in session.recoveries:

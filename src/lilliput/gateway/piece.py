@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lilliput.client.recovery import Recovery
 from lilliput.gateway.likelihood import Likelihood
 
 
@@ -21,8 +23,12 @@ class Token:
 
 @dataclass
 class Piece:
-    """Some more of an answer. The last one says why it ended: stop, length."""
+    """Some more of an answer. The last one says why it ended: stop, length.
+
+    :ivar recoveries: from whom others took over before it came
+    """
 
     text: str
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
+    recoveries: Sequence[Recovery] = ()
