@@ -88,6 +88,7 @@ class CacheSession:
     :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
     :param owner: who may find this session's pages again by their keys
     :param adapter: that its tokens use; empty: none
+    :param peer: whose it is
     :param window: how many tokens its blocks look back, if none of them looks at all
     :ivar left: pages at the beginning of every row that were given back
     """
@@ -103,12 +104,13 @@ class CacheSession:
         bid: float = 0.0,
         owner: bytes = b"",
         adapter: str = "",
+        peer: str = "",
         window: int | None = None,
     ) -> None:
         self._pool, self._window = pool, window
         # a page holds what one part of the span computed with one adapter, and is found again by its owner only
         self._scope = f"{start}:{end}:{adapter}:".encode() + owner  # no adapter's name has a colon
-        self.adapter = adapter
+        self.adapter, self.peer = adapter, peer
         self.start, self.end = start, end
         self.max_rows, self.max_length, self.bid = rows, max_length, bid
         self.rows: list[Row] = []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from lilliput.client.answer_trace import AnswerTrace
 from lilliput.client.detokenizer import Detokenizer
 from lilliput.client.server_session import HopStats
 from lilliput.errors import CacheFull
@@ -17,6 +17,7 @@ from lilliput.gateway.piece import Piece, Token
 from lilliput.gateway.sampler import Constraint, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
 from lilliput.gateway.stops import Stops
+from lilliput.gateway.visit import current
 
 #: so many tokens of a prompt decide how the text after it begins
 _CONTEXT = 4
@@ -50,6 +51,11 @@ class Order:
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Nothing but the likeliest tokens' ids is wanted."""
+        return self.sampling.likeliest and self.likelihoods is None and self.constraint is None
+
 
 class Choice:
     """Generates one answer. Its counts are right at any time, also when it is given up."""
@@ -74,15 +80,16 @@ class Choice:
         opening = iter(()) if echo is None else echo.pieces()
         decoded = shown = 0 if echo is None else len(echo.text)
         told = 0
-        began = time.perf_counter()
-        session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
+        visit, trace = current(), AnswerTrace(model.metrics.saw_step)
+        session = model.session(len(order.prompt), order.max_tokens, sure=order.sure, request_id=visit.id, trace=trace)
         stream = model.decoder.stream(
             order.prompt,
             max_new_tokens=order.max_tokens,
-            sampler=sampler,
+            sampler=None if order.plain else sampler,  # the decoder's own is one for all streams
             reader=echo.read if echo is not None and echo.top is not None and order.after is None else None,
             stop_ids=model.end_ids,
             session=session,
+            on_ends=trace.saw_ends,
         )
         try:
             finish = "stop"
@@ -92,7 +99,7 @@ class Choice:
                         self.tokens += 1
                         self._account.use_answer(1)
                         if self.tokens == 1:
-                            model.metrics.saw_first_token(time.perf_counter() - began)
+                            model.metrics.saw_first_token(trace.first_seconds)
                             self._saw_prompt(session.stats)
                             for piece in opening:
                                 yield piece
@@ -126,7 +133,16 @@ class Choice:
             model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
             for recovery in session.recoveries:
                 model.metrics.saw_recovery(recovery)
+            hops = session.hops
             await session.close()
+            visit.saw_answer(
+                trace,
+                await model.round_trips(hops),
+                prompt_tokens=len(order.prompt),
+                cached_tokens=self.cached,
+                tokens=self.tokens,
+                recoveries=session.recoveries,
+            )
 
     def _saw_prompt(self, stats: Sequence[HopStats]) -> None:
         """The servers have computed it."""

@@ -17,7 +17,6 @@ from lilliput.engine.probe import measure
 from lilliput.errors import ModelError
 from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
-from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission
@@ -53,8 +52,6 @@ def load(
 ) -> Loaded:
     """Read blocks `[start, end)` and start an engine for them, which is the caller's to stop. Raises `ModelError`."""
     start, end = blocks
-    gc.unfreeze()  # of a span that was held before
-    gc.collect()
     progress("finding the model")
     files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
     config = read_config(files)
@@ -66,7 +63,6 @@ def load(
         check_adapter(name, folder)  # before the blocks are read, which takes longer
     if options.threads:
         torch.set_num_threads(options.threads)
-    keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
     span = Span.load(
         files,
@@ -112,6 +108,13 @@ def load(
         share_prefixes=options.share_prefixes,
     )
     return Loaded(files, count, service, throughput)
+
+
+def clear_away() -> None:
+    """Free what is left of a span that was held before. All that is alive is looked at, which takes half a second."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _default_cache_tokens(span: Span) -> int:
