@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -87,7 +88,10 @@ def test_tokens_of_a_key(guarded: Gateway, client: openai.OpenAI) -> None:
         'requests_total{key="few",model="%s",outcome="refused"} 1.0',
     ):
         assert f"lilliput_api_key_{line % MODEL}\n" in page
-    assert not [key for key in (*KEYS, *(key for key, _ in LIMITED.values())) if key in page]
+    lines = [json.loads(line) for line in guarded.log.read_text().splitlines()]
+    assert [line["status"] for line in lines if line.get("key") == "few" and "status" in line] == [200, 429]
+    shown = page + guarded.log.read_text()
+    assert not [key for key in (*KEYS, *(key for key, _ in LIMITED.values())) if key in shown]
 
 
 def test_a_bad_file_of_keys(tmp_path: Path) -> None:
