@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lilliput.cli.bench.report import Figure
-from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
+from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch, Places
 from lilliput.models.ends import load_ends
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
@@ -75,12 +75,12 @@ class _Through(nn.Module):
     def __init__(self, span: Span, tokens: int) -> None:
         super().__init__()
         self._span, self._tokens = span, tokens
-        self._pools = span.new_pools(1, tokens)
+        self._pools = span.new_cache(1, tokens, divided=False).blocks
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        places = torch.arange(self._tokens)
-        chunk = Chunk(1, self._tokens, 0, torch.zeros(1, 1, dtype=torch.int64))
-        batch = PackedBatch(self._tokens, position_ids=places, slots=places, chunks=[chunk])
+        at = torch.arange(self._tokens)
+        places = Places(self._tokens, at, chunks=[Chunk(1, self._tokens, 0, torch.zeros(1, 1, dtype=torch.int64))])
+        batch = PackedBatch(at, dict.fromkeys(self._span.shapes, places))
         return self._span.paged(hidden[0], batch, self._pools, self._span.start, self._span.end)[None]
 
 
@@ -105,7 +105,7 @@ class _Stream:
 
     def __init__(self, span: Span) -> None:
         self._span = span
-        self._pools = span.new_pools(1, 2 * _WINDOW)
+        self._pools = span.new_cache(1, 2 * _WINDOW, divided=False).blocks
         for pool in self._pools.values():
             pool.zero_()
 
@@ -116,7 +116,8 @@ class _Stream:
         took = []
         for place in range(_WINDOW, _WINDOW + _STEPS):
             at = torch.tensor([place])
-            batch = PackedBatch(2 * _WINDOW, position_ids=at, slots=at, decode=[DecodeGroup(page, at + 1)])
+            places = Places(2 * _WINDOW, slots=at, decode=[DecodeGroup(page, at + 1)])
+            batch = PackedBatch(at, dict.fromkeys(self._span.shapes, places))
             begun = time.perf_counter()
             self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
             took.append(time.perf_counter() - begun)
