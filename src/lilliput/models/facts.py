@@ -36,6 +36,7 @@ class BlockFacts:
     :ivar read: numbers of its matrices that one token needs; fewer than `matrices` where it has experts
     :ivar largest: numbers in its largest tensor
     :ivar cache: numbers that one token of one row leaves in the attention cache
+    :ivar window: how many tokens it looks back, the token itself among them; None: all
     """
 
     matrices: int
@@ -44,6 +45,7 @@ class BlockFacts:
     read: int
     largest: int
     cache: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,12 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     used = first(c, "num_experts_per_tok", "num_experts_per_token", default=experts)
     share = min(1.0, used / experts) if experts and used else 1.0
     cache = _cache_numbers(c)
-    blocks = tuple(_block(of_blocks[block], share, cache) for block in range(count))
+    blocks = tuple(_block(of_blocks[block], share, cache, window) for block, window in enumerate(_windows(c, count)))
     inner = first(c, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     return ModelFacts(name, hidden, blocks, ends, max(int(inner), hidden))
 
 
-def _block(tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache: int) -> BlockFacts:
+def _block(tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache: int, window: int | None) -> BlockFacts:
     matrices = rows = others = largest = 0
     read = 0.0
     for name, shape in tensors:
@@ -131,7 +133,7 @@ def _block(tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache:
         matrices += numbers
         rows += numbers // max(1, shape[-1])
         read += numbers * (expert_share if _EXPERT.search(name) else 1.0)
-    return BlockFacts(matrices, rows, others, round(read), largest, cache)
+    return BlockFacts(matrices, rows, others, round(read), largest, cache, window)
 
 
 def _cache_numbers(c: Mapping[str, Any]) -> int:
@@ -149,3 +151,19 @@ def _cache_numbers(c: Mapping[str, Any]) -> int:
         head = max(c.get("qk_nope_head_dim", 0) + c.get("qk_rope_head_dim", 0), c.get("v_head_dim", 0))
         kv_heads = heads
     return 2 * int(kv_heads) * int(head)
+
+
+def _windows(c: Mapping[str, Any], count: int) -> list[int | None]:
+    """Each block's window. Some configurations say it for each, some how often there is none, some for all."""
+    window = c.get("sliding_window")
+    if not isinstance(window, int) or not c.get("use_sliding_window", True):
+        return [None] * count
+    pattern = c.get("sliding_window_pattern") or (2 if c.get("model_type") == "gemma2" else 0)
+    if kinds := c.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in kinds]
+    elif pattern:
+        slides = [(block + 1) % pattern != 0 for block in range(count)]
+    else:
+        first_sliding = c.get("max_window_layers", 0) if "use_sliding_window" in c else 0
+        slides = [block >= first_sliding for block in range(count)]
+    return [window if slides[block] else None for block in range(count)]
