@@ -33,7 +33,10 @@ def mixed() -> list[Family]:
     by_name = {family.name: family for family in FAMILIES}
     gemma3 = by_name["gemma3"]
     five = Family("gemma3, 5:1", gemma3.model_type, "", {**gemma3.config, "layer_types": _FIVE_TO_ONE}, since="5.12")
-    return [five, *(by_name[name] for name in ("gemma2", "gpt_oss", "cohere2"))]
+    gpt_oss = by_name["gpt_oss"]
+    # two experts with the same score, but for rounding, would make two outputs that are both right
+    all_experts = Family("gpt_oss, all experts", "gpt_oss", "", {**gpt_oss.config, "num_experts_per_tok": 4})
+    return [five, all_experts, by_name["gemma2"], by_name["cohere2"]]
 
 
 @dataclass
@@ -101,7 +104,7 @@ def _nothing_left(model: Mixed) -> Iterator[None]:
 
 
 def text(chance: random.Random, *shape: int) -> torch.Tensor:
-    return torch.tensor([chance.randrange(3, 128) for _ in range(shape[0] * shape[1])]).view(*shape)
+    return torch.tensor([chance.randrange(3, 128) for _ in range(shape[0] * shape[1])], dtype=torch.int64).view(*shape)
 
 
 def test_a_long_session_holds_its_windows_and_all_of_the_rest(model: Mixed) -> None:
@@ -138,19 +141,22 @@ def test_a_prefix_comes_back_with_the_windows_at_its_end(model: Mixed) -> None:
     model.close(second)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_any_interleaving_of_sessions_equals_the_plain_model(model: Mixed, seed: int) -> None:
-    chance = random.Random(seed)
+def test_any_interleaving_of_sessions_equals_the_plain_model(model: Mixed) -> None:
+    chance = random.Random(0)
     sessions: list[tuple[CacheSession, torch.Tensor]] = []
     texts: list[torch.Tensor] = []
     reused = expired = 0
-    for _ in range(25):
+    for _ in range(35):
         if len(sessions) < 2 or (len(sessions) < 4 and chance.random() < 0.2):
             known = chance.choice(texts)[:1] if texts and chance.random() < 0.7 else None
             prefix = None if known is None else [prefix_keys(known[0].tolist(), salt=b"")] * ROWS
             session = model.open(rows=ROWS, prefix=prefix)
             reused += session.length
-            ids = known[:, : session.length].repeat(ROWS, 1) if session.length else text(chance, 1, 0)
+            ids = (
+                known[:, : session.length].repeat(ROWS, 1)
+                if session.length
+                else text(chance, chance.randint(1, ROWS), 0)
+            )
             sessions.append((session, ids))
         work = []
         for place in chance.sample(range(len(sessions)), chance.randint(1, len(sessions))):
@@ -177,7 +183,7 @@ def test_any_interleaving_of_sessions_equals_the_plain_model(model: Mixed, seed:
             model.expect(done, ids)
             sessions[place] = sessions[place][0], ids
             texts = [*texts[-3:], ids]
-        if chance.random() < 0.2:
+        if chance.random() < 0.35:
             session, _ = sessions.pop(chance.randrange(len(sessions)))
             model.close(session)
     for session, _ in sessions:
