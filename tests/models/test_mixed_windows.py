@@ -18,10 +18,12 @@ from packaging.version import Version
 from test_families import save_random
 from transformers import AutoModelForCausalLM
 
+from lilliput.engine.engine import Engine
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.engine.table import KEPT_BEFORE_WINDOW
 from lilliput.errors import LilliputError, SessionExpired
-from lilliput.models.sources import resolve
+from lilliput.models.sources import ModelFiles, resolve
+from lilliput.models.span import Span
 from lilliput.wire.prefix import GRAIN, prefix_keys
 
 PAGE, LONGEST, ROWS, TOLERANCE = 16, 250, 3, 1e-4
@@ -43,6 +45,7 @@ def mixed() -> list[Family]:
 class Mixed:
     """A model in one piece, and all of its blocks in one engine."""
 
+    files: ModelFiles
     whole: Any
     parts: LocalModel
 
@@ -73,6 +76,11 @@ class Mixed:
         expected = self.whole(ids).logits[:, -logits.shape[1] :]
         assert (logits - expected).abs().max() < TOLERANCE * expected.abs().max()
 
+    def through(self, engine: Engine, session: CacheSession, hidden: torch.Tensor) -> torch.Tensor:
+        done: Future[Any] = Future()
+        engine.submit(session, Step(hidden, done=done.set_result))
+        return done.result(60).hidden
+
     def step(self, session: CacheSession, ids: torch.Tensor, start: int, **options: Any) -> None:
         self.expect(self.submit(session, ids, start, **options), ids)
 
@@ -90,8 +98,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("mixed")
     save_random(request.param, folder)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    parts = LocalModel(resolve(str(folder)), [(0, BLOCKS)])
-    yield Mixed(whole, parts)
+    files = resolve(str(folder))
+    parts = LocalModel(files, [(0, BLOCKS)])
+    yield Mixed(files, whole, parts)
     parts.close()
 
 
@@ -139,6 +148,43 @@ def test_a_prefix_comes_back_with_the_windows_at_its_end(model: Mixed) -> None:
         model.step(second, ids[:, :60], 50, start_position=50)
     model.step(second, ids[:, :190], 185, start_position=185)
     model.close(second)
+
+
+@torch.no_grad()
+def test_parts_of_a_span_have_tables_for_their_own_blocks(model: Mixed) -> None:
+    ids, at = text(random.Random(2), 1, 150), 0
+    parts = [(0, 1), (1, 4), (4, BLOCKS)]
+    sessions = [model.engine.open(*part, rows=1, max_length=150).result(30) for part in parts]
+    embedded, expected = model.parts.embed(ids), model.whole(ids).logits
+    for tokens in (130, 1, 19):
+        hidden = embedded[:, at : at + tokens]
+        for session in sessions:
+            hidden = model.through(model.engine, session, hidden)
+        error = (model.parts.head(hidden) - expected[:, at : at + tokens]).abs().max()
+        assert error < TOLERANCE * expected.abs().max()
+        at += tokens
+    assert {block for session in sessions for table in session.tables for block in table.group.blocks} == {
+        *range(BLOCKS)
+    }
+    for session in sessions:
+        model.close(session)
+
+
+@torch.no_grad()
+def test_an_8_bit_cache_is_near(model: Mixed) -> None:
+    span = Span.load(model.files, 0, BLOCKS, dtype=torch.float32, cache_dtype=torch.int8)
+    engine = Engine(span, pages=16, page_size=PAGE)
+    engine.start()
+    ids = text(random.Random(3), 1, 150)
+    session, embedded = engine.open(0, BLOCKS, rows=1, max_length=150).result(30), model.parts.embed(ids)
+    hidden = torch.cat(
+        [model.through(engine, session, embedded[:, a:b]) for a, b in ((0, 140), (140, 141), (141, 150))], 1
+    )
+    expected = model.whole(ids).logits
+    assert (model.parts.head(hidden) - expected).norm() < 0.1 * expected.norm()
+    engine.close(session).result(30)
+    assert engine.pool.used == 0
+    engine.stop()
 
 
 def test_any_interleaving_of_sessions_equals_the_plain_model(model: Mixed) -> None:

@@ -104,6 +104,10 @@ class PagedCache:
                 size, (page, page_size * width, width, 1), places[block] * page_size
             )
 
+    @property
+    def nbytes(self) -> int:
+        return self._pages.nbytes
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Make the second page of each pair equal to the first."""
         source, target = torch.tensor(pairs).T

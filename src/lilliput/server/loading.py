@@ -128,7 +128,8 @@ def _default_cache_tokens(span: Span) -> int:
     import psutil
 
     free = psutil.virtual_memory().available * _CACHE_SHARE
-    return max(1024, min(_MOST_CACHE_TOKENS, int(free // max(1, span.cache_bytes_per_token))))
+    page = span.new_cache(1, _PAGE_SIZE).nbytes * len(span.groups)
+    return max(1024, min(_MOST_CACHE_TOKENS, int(free // page) * _PAGE_SIZE))
 
 
 async def in_thread(function: Callable[[], T]) -> T:
