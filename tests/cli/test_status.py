@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
-import pytest
-from terminal import Terminal, invoke
+from terminal import Family, Terminal, invoke, start
 
 from lilliput.cli.local_swarm import LocalSwarm
-from lilliput.cli.status import HeldModel
-from lilliput.swarm.records import ServerRecord
-
-
-def server(start: int, end: int, state: str = "serving") -> ServerRecord:
-    return ServerRecord.model_validate(
-        {"peer_id": f"{start}", "model": "m", "start": start, "end": end, "state": state}
-    )
-
-
-@pytest.mark.parametrize(
-    ("servers", "missing"),
-    [
-        ([], [(0, 12)]),
-        ([server(0, 12)], []),
-        ([server(0, 5), server(3, 8)], [(8, 12)]),
-        ([server(2, 4), server(6, 7)], [(0, 2), (4, 6), (7, 12)]),
-        ([server(0, 6), server(6, 12, "joining")], [(6, 12)]),
-        ([server(0, 6), server(0, 12, "draining")], [(6, 12)]),
-        ([server(0, 20)], []),
-    ],
-)
-def test_what_is_missing(servers: list[ServerRecord], missing: list[tuple[int, int]]) -> None:
-    assert HeldModel("m", 12, servers).missing() == missing
 
 
 def test_it_lists_every_server(swarm: LocalSwarm, peers: list[str]) -> None:
@@ -47,11 +23,12 @@ def test_it_lists_every_server(swarm: LocalSwarm, peers: list[str]) -> None:
         "blocks",
         "state",
         "dtype",
-        "tokens/s",
+        "tok/s",
         "free/cache",
         "sessions",
         "queue",
-        "version",
+        "ms",
+        "ver",
         "since",
     ]
     for row, member, blocks in zip(rows, swarm.servers, ("0:10", "10:20", "20:30"), strict=True):
@@ -73,6 +50,34 @@ def test_on_a_terminal_it_fits(peers: list[str]) -> None:
         terminal.see("server .* since *\n")  # in one line
         assert terminal.end() == 0
         assert len(terminal.screen.splitlines()) == 6
+
+
+def test_watching_on_a_terminal_ends_with_ctrl_c(swarm: LocalSwarm, peers: list[str]) -> None:
+    family = Family()
+    with Terminal("status", "--watch", *peers, family=family, columns=80) as terminal:
+        for _ in range(2):
+            terminal.see("Ctrl-C leaves")
+            terminal.see("all are served")
+            terminal.see(swarm.servers[2].peer_id[-8:])
+        terminal.ctrl("c")
+        assert terminal.end() == 130
+    assert "Traceback" not in terminal.screen
+    family.assert_gone()
+
+
+def test_watching_without_a_terminal_goes_on_line_by_line(peers: list[str]) -> None:
+    family = Family()
+    with start("status", "--watch", "--json", *peers, family=family) as watching:
+        assert watching.stdout is not None
+        for _ in range(2):
+            (held,) = json.loads(watching.stdout.readline())["models"]
+            assert (held["missing"], held["coverage"]) == ([], [1] * 30)
+            assert all(0 < server["round_trip_ms"] < 5000 for server in held["servers"])
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(20) == 130
+        assert watching.stderr is not None
+        assert watching.stderr.read() == ""
+    family.assert_gone()
 
 
 def test_json_has_all_that_servers_announce(swarm: LocalSwarm, peers: list[str]) -> None:

@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
+from browsers import CHROMIUM
 from gateways import KEYS, Gateway
 
 from lilliput.cli import process
@@ -109,3 +111,14 @@ def guarded(start: Callable[..., Gateway], demo_model: ModelFiles, tmp_path_fact
 @pytest.fixture(scope="session")
 def client(gateway: Gateway) -> openai.OpenAI:
     return gateway.client()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no browser here")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"])
+        yield browser
+        browser.close()

@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from browsers import PHONE, fits, opened
 from gateways import KEYS, Gateway
-
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
 def page(browser: Any, gateway: Gateway) -> Iterator[Any]:
     """On a phone."""
-    page = browser.new_page(viewport={"width": 390, "height": 800})
-    page.complaints, page.strangers = [], []
-    page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.on("console", lambda said: page.complaints.append(said.text) if said.type == "error" else None)
-    page.on("request", lambda r: None if r.url.startswith(gateway.url) else page.strangers.append(r.url))
-    page.goto(gateway.url)
-    yield page
-    assert (page.complaints, [url for url in page.strangers if not url.startswith("data:")]) == ([], [])
-    page.close()
+    with opened(browser, gateway.url, viewport=PHONE) as page:
+        yield page
 
 
 def ask(page: Any, text: str) -> None:
@@ -61,7 +42,7 @@ def test_a_talk(page: Any) -> None:
     page.get_by_role("button", name="Stop").click()
     page.get_by_role("button", name="Send").wait_for()
     assert page.locator("img").count() == 0
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert fits(page)
 
 
 def test_markdown_lets_no_html_in(page: Any) -> None:

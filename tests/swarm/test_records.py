@@ -39,6 +39,20 @@ def test_fields_of_a_newer_version_are_ignored() -> None:
     assert ServerRecord.from_bytes(json.dumps(data).encode()) == RECORD
 
 
+def test_a_record_of_an_older_version_has_no_name() -> None:
+    data = json.loads(RECORD.model_copy(update={"name": "attic"}).to_bytes())
+    assert ServerRecord.from_bytes(json.dumps(data).encode()) == RECORD.model_copy(update={"name": "attic"})
+    del data["name"]
+    assert ServerRecord.from_bytes(json.dumps(data).encode()) == RECORD
+
+
+def test_what_a_terminal_would_obey_is_left_out() -> None:
+    data = json.loads(RECORD.to_bytes()) | {"name": "my\x1b[2J \u202eattic\n", "version": "\x07" + "1"}
+    record = ServerRecord.from_bytes(json.dumps(data).encode())
+    assert record is not None
+    assert (record.name, record.version) == ("my[2J attic", "1")
+
+
 @pytest.mark.parametrize(
     "garbage",
     [

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from lilliput.server.server import Server
 
 _POLL_SECONDS = 0.1
+_MOST_NAME = 40
 
 
 def serve(
@@ -58,6 +59,10 @@ def serve(
     ] = 120.0,
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
+    name: Annotated[
+        str,
+        typer.Option(help="What people shall call this server, in `status` and elsewhere.", show_default="its key"),
+    ] = "",
     host: Host = "0.0.0.0",
     port: Port = 0,
     announce: Announce = None,
@@ -121,6 +126,8 @@ def serve(
     span = parse_blocks(blocks) if blocks is not None else None
     if span and num_blocks is not None:
         raise typer.BadParameter("--blocks says how many blocks already", param_hint="--num-blocks")
+    if len(name) > _MOST_NAME:
+        raise typer.BadParameter(f"{_MOST_NAME} characters are enough for a name", param_hint="--name")
     adapters = parse_adapters(adapter or ())
     if metrics_port is not None and find_spec("prometheus_client") is None:
         raise LilliputError("`--metrics-port` needs prometheus-client: pip install 'lilliput[api]'")
@@ -153,6 +160,7 @@ def serve(
                 nat=nat,
                 relays=relay or None,
                 swarm_key=swarm_key or None,
+                name=name,
                 dtype=dtype,
                 quantize=quantize,
                 cache_dtype=cache_dtype,

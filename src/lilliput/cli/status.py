@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import mode
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,62 +16,35 @@ from lilliput.cli import process
 from lilliput.cli.language_model import NO_PEERS
 from lilliput.cli.logs import Verbose
 from lilliput.cli.options import InitialPeers, SwarmKeyFile
+from lilliput.cli.swarm_table import drawn, new_console
 from lilliput.errors import BadRequest, LilliputError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+    from lilliput.swarm.held_model import HeldModel
+    from lilliput.swarm.node import Node
 
-    from lilliput.swarm.records import ServerRecord
+    Show = Callable[[Sequence[HeldModel], str], None]
 
-#: where there is no terminal, lines may be as long as they are
-_UNBOUNDED = 200
-_MOST_CELLS = 100
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-
-
-@dataclass(frozen=True)
-class HeldModel:
-    """A model, and who holds what of it."""
-
-    name: str
-    blocks: int
-    servers: list[ServerRecord]
-
-    def coverage(self) -> list[int]:
-        """For each block, how many servers serve it."""
-        counts = [0] * self.blocks
-        for server in self.servers:
-            if server.state == "serving":
-                for block in range(server.start, min(server.end, self.blocks)):
-                    counts[block] += 1
-        return counts
-
-    def missing(self) -> list[tuple[int, int]]:
-        """Spans that nobody serves."""
-        spans: list[tuple[int, int]] = []
-        for block, count in enumerate(self.coverage()):
-            if count:
-                continue
-            if spans and spans[-1][1] == block:
-                spans[-1] = (spans[-1][0], block + 1)
-            else:
-                spans.append((block, block + 1))
-        return spans
-
-    def facts(self) -> dict[str, Any]:
-        servers = [server.model_dump(mode="json", exclude={"model"}) for server in self.servers]
-        return {"model": self.name, "blocks": self.blocks, "missing": self.missing(), "servers": servers}
+_WATCH_SECONDS = 2.0
+#: servers that never answered a ping are waited for so long
+_PING_SECONDS = 1.0
 
 
 def status(
     model: Annotated[str | None, typer.Argument(help="Only this one.", show_default="all models")] = None,
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
-    json_lines: Annotated[bool, typer.Option("--json", help="Print JSON, with all that servers announce.")] = False,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", "-w", help="Go on showing it, until Ctrl-C. Without a terminal: one after the other."),
+    ] = False,
+    json_lines: Annotated[
+        bool,
+        typer.Option("--json", help="Print JSON, with all that servers announce; with --watch, a line each time."),
+    ] = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Show who holds which blocks of which model, with speed, free cache and sessions."""
+    """Show who holds which blocks of which model, with speed, free cache, sessions and the way there and back."""
     process.prepare()
     if not initial_peers:
         raise BadRequest(NO_PEERS)
@@ -82,35 +54,83 @@ def status(
         with collector_paused():
             from lilliput.swarm.loop import new_event_loop
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        models = runner.run(_survey(initial_peers, model, swarm_key or None))
+        if watch:
+            with _screen(json_lines) as show:
+                runner.run(_watch(initial_peers, model, swarm_key or None, show))
+        models = runner.run(_look(initial_peers, model, swarm_key or None))
     if json_lines:
-        print(json.dumps({"models": [held.facts() for held in models]}, indent=2))
+        print(_json(models, indent=2))
     else:
-        _show(models)
+        _print(models)
 
 
-async def _survey(initial_peers: Sequence[str], wanted: str | None, swarm_key: str | None) -> list[HeldModel]:
-    """Ask the swarm."""
-    from lilliput.swarm import directory
+async def _look(initial_peers: Sequence[str], wanted: str | None, swarm_key: str | None) -> list[HeldModel]:
+    async with _survey(initial_peers, wanted, swarm_key) as survey:
+        return await survey.look()
+
+
+async def _watch(initial_peers: Sequence[str], wanted: str | None, swarm_key: str | None, show: Show) -> None:
+    """Show it again and again. What cannot be seen for a while is shown as it was, with the reason."""
+    async with _survey(initial_peers, wanted, swarm_key) as survey:
+        models, seen = await survey.look(), time.monotonic()
+        trouble = ""
+        while True:
+            show(models, trouble)
+            await asyncio.sleep(_WATCH_SECONDS)
+            try:
+                models, seen, trouble = await survey.look(), time.monotonic(), ""
+            except LilliputError as e:
+                trouble = f"as it was {time.monotonic() - seen:.0f} s ago: {e}"
+
+
+class _Survey:
+    """Asks a swarm, as a peer of it. Models that were seen once are shown, also when all their servers have gone."""
+
+    def __init__(self, node: Node, wanted: str | None) -> None:
+        from lilliput.swarm.round_trips import RoundTrips
+
+        self._node, self._wanted = node, wanted and _name_in_the_swarm(wanted)
+        self._round_trips = RoundTrips(node)
+        self._blocks: dict[str, int] = {}
+
+    async def look(self) -> list[HeldModel]:
+        """Raises `LilliputError` if there is no answer, or never was a server of the model that is wanted."""
+        from lilliput.swarm import directory
+        from lilliput.swarm.held_model import HeldModel
+
+        models = await directory.models(self._node)
+        known = {**self._blocks, **models}
+        if self._wanted is None:
+            names = sorted(known)
+        elif self._wanted in known:
+            names = [self._wanted]
+        else:
+            others = f"it has {', '.join(models)}" if models else "it has none at all"
+            raise LilliputError(f"No server of this swarm has announced {self._wanted}; {others}.")
+        found = await asyncio.gather(*(directory.find(self._node, name) for name in names))
+        peers = [record.peer_id for records in found for record in records]
+        await self._round_trips.renew(peers, within=_PING_SECONDS)
+        held = [
+            HeldModel.announced(name, records, known[name], self._round_trips.known)
+            for name, records in zip(names, found, strict=True)
+        ]
+        self._blocks = {model.name: model.blocks for model in held}
+        return held
+
+    def close(self) -> None:
+        self._round_trips.close()
+
+
+@contextlib.asynccontextmanager
+async def _survey(initial_peers: Sequence[str], wanted: str | None, swarm_key: str | None) -> AsyncIterator[_Survey]:
     from lilliput.swarm.node import Node
 
     node = await Node.start(initial_peers, client_mode=True, swarm_key=swarm_key)
     try:
-        models = await directory.models(node)
-        names = list(models)
-        if wanted is not None:
-            name = _name_in_the_swarm(wanted)
-            if name not in models:
-                others = f"it has {', '.join(names)}" if names else "it has none at all"
-                raise LilliputError(f"No server of this swarm has announced {name}; {others}.")
-            names = [name]
-        found = await asyncio.gather(*(directory.find(node, name) for name in names))
+        with contextlib.closing(_Survey(node, wanted)) as survey:
+            yield survey
     finally:
         await node.stop()
-    return [
-        HeldModel(name, mode(s.model_blocks or s.end for s in servers) if servers else models[name], servers)
-        for name, servers in zip(names, found, strict=True)
-    ]
 
 
 def _name_in_the_swarm(model: str) -> str:
@@ -126,80 +146,45 @@ def _name_in_the_swarm(model: str) -> str:
     return model.rpartition("/")[2]
 
 
-def _show(models: Sequence[HeldModel]) -> None:
-    from rich.console import Console
+# ---- what a person or a program gets
 
-    console = Console(highlight=False)
+
+def _json(models: Sequence[HeldModel], indent: int | None = None) -> str:
+    return json.dumps({"models": [held.facts() for held in models]}, indent=indent)
+
+
+def _print(models: Sequence[HeldModel]) -> None:
+    console = new_console()
+    for part in drawn(models, console.width):
+        console.print(part)
+
+
+@contextlib.contextmanager
+def _screen(json_lines: bool) -> Iterator[Show]:
+    """What shows a look at the swarm: in place of the last one on a terminal, after it elsewhere."""
+    console = new_console()
+    if json_lines:
+        yield lambda models, trouble: print(_json(models), flush=True)
+        return
     if not console.is_terminal:
-        console.width = _UNBOUNDED
-    if not models:
-        console.print("No server has announced itself in this swarm.")
-    for number, held in enumerate(models):
-        if number:
-            console.print()
-        _show_model(console, held)
 
+        def append(models: Sequence[HeldModel], trouble: str) -> None:
+            print(f"{time.strftime('%F %T')} {trouble}".rstrip(), flush=True)
+            _print(models)
+            print(flush=True)
 
-def _show_model(console: Console, held: HeldModel) -> None:
-    from rich.table import Table
+        yield append
+        return
+
+    from rich.console import Group
+    from rich.live import Live
     from rich.text import Text
 
-    missing = ", ".join(f"{start}:{end}" for start, end in held.missing())
-    lacking = Text(f"nobody serves blocks {missing}", "bold red") if missing else Text("all are served", "green")
-    console.print(Text.assemble((held.name, "bold"), f", {held.blocks} blocks: ", lacking))
-    console.print(_coverage_bar(held, console.width))
-    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for heading in ("server", "blocks", "state", "dtype"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens/s", "free/cache", "sessions", "queue"):
-        table.add_column(heading, justify="right")
-    for heading in ("version", "since"):
-        table.add_column(heading)
-    for server in held.servers:
-        table.add_row(
-            server.peer_id[-8:],
-            f"{server.start}:{server.end}",
-            Text(server.state, "green" if server.state == "serving" else "yellow"),
-            _DTYPES.get(server.dtype, server.dtype),
-            "?" if server.tokens_per_second is None else f"{server.tokens_per_second:.0f}",
-            f"{_short(server.cache_tokens_free)}/{_short(server.cache_tokens)}",
-            str(server.sessions),
-            str(server.queue_length),
-            server.version,
-            _since(server.started_at),
-        )
-    if held.servers:
-        console.print(table)
-    for adapter in sorted({name for server in held.servers for name in server.adapters}):
-        spans = sorted({(s.start, s.end) for s in held.servers if adapter in s.adapters})
-        console.print(f"adapter {adapter}: blocks {', '.join(f'{start}:{end}' for start, end in spans)}")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
 
+        def replace(models: Sequence[HeldModel], trouble: str) -> None:
+            word = Text(trouble, "yellow") if trouble else Text("Ctrl-C leaves", "dim")
+            head = Text.assemble((time.strftime("%T"), "dim"), "  ", word)
+            live.update(Group(head, "", *drawn(models, console.width, console.height - 2)), refresh=True)
 
-def _coverage_bar(held: HeldModel, width: int) -> Text:
-    """One cell a block, or one for a few: what is missing in it is seen, however many it stands for."""
-    from rich.text import Text
-
-    coverage = held.coverage()
-    cells = min(len(coverage), _MOST_CELLS, max(width - 2, 1))
-    bar = Text()
-    for cell in range(cells):
-        first, end = cell * len(coverage) // cells, (cell + 1) * len(coverage) // cells
-        least = min(coverage[first:end])
-        bar.append(*(("·", "bold red"), ("━", "green"), ("█", "green"))[min(least, 2)])
-    if cells and max(coverage) > 1:
-        bar.append("  █ by more than one", "dim")
-    return bar
-
-
-def _short(tokens: int) -> str:
-    return f"{tokens / 1000:.0f}k" if tokens >= 1000 else str(tokens)
-
-
-def _since(started_at: float) -> str:
-    if not started_at:
-        return "?"
-    seconds = max(time.time() - started_at, 0.0)
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
+        yield replace

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -23,11 +18,10 @@ from lilliput.errors import LilliputError
 from lilliput.gateway.delivery import Events, Json, Whole, refusal
 from lilliput.gateway.door import Door
 from lilliput.gateway.metrics import Counted
+from lilliput.gateway.pages import Page
 from lilliput.gateway.problems import Problem, problem_of
 from lilliput.gateway.requests import ChatRequest, CompletionRequest
 from lilliput.gateway.service import Job, Service
-
-_PAGE = Path(__file__).with_name("page.html")
 
 
 class ErrorDetails(BaseModel):
@@ -95,19 +89,20 @@ def _delivered(job: Job, *, stream: bool) -> Response:
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:
-    page = _PAGE.read_text(encoding="utf-8")
-    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script[1].encode() if script else b"").digest()).decode()
-    headers = {
-        "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
-    }
+    chat, swarm = Page("page.html"), Page("swarm.html")
 
     @app.get("/", include_in_schema=False)
     async def chat_page() -> Response:
-        return HTMLResponse(page, headers=headers)
+        return chat.response()
+
+    @app.get("/swarm", include_in_schema=False)
+    async def swarm_page() -> Response:
+        return swarm.response()
+
+    @app.get("/swarm.json", response_class=Json, responses={401: {"model": ErrorBody}, 503: {"model": ErrorBody}})
+    async def swarm_facts(request: HttpRequest) -> Response:
+        """Who holds what of the model, how fast, how busy and how far away; and the path of a new answer."""
+        return await service.swarm.response(request.headers.get("accept-encoding", ""))
 
     @app.get("/health")
     async def health() -> dict[str, str]:

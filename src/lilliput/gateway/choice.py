@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from lilliput.client.detokenizer import Detokenizer
+from lilliput.client.recovery import Recovery
 from lilliput.errors import CacheFull
 from lilliput.gateway.sampler import Constraint, Likelihood, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
@@ -56,11 +57,15 @@ class Token:
 
 @dataclass
 class Piece:
-    """Some more of an answer. The last one says why it ended: stop, length."""
+    """Some more of an answer. The last one says why it ended: stop, length.
+
+    :ivar recoveries: from whom others took over before it came
+    """
 
     text: str
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
+    recoveries: Sequence[Recovery] = ()
 
 
 class Choice:
@@ -83,7 +88,7 @@ class Choice:
         before = order.prompt[-_CONTEXT:] if order.continues else []
         detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
-        decoded = shown = 0
+        decoded = shown = told = 0
         began = time.perf_counter()
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
         stream = model.decoder.stream(
@@ -108,7 +113,8 @@ class Choice:
                         text = stops.take(text)
                         shown += len(text)
                         if text:
-                            yield Piece(text, _before(waiting, shown))
+                            news, told = session.recoveries[told:], len(session.recoveries)
+                            yield Piece(text, _before(waiting, shown), recoveries=news)
                         if stops.found:
                             break
                     else:
@@ -118,7 +124,7 @@ class Choice:
                         raise
                     finish = "length"  # the servers have no more room, which nobody promised
             rest = stops.rest()
-            yield Piece(rest, waiting if not stops.found else [], finish)
+            yield Piece(rest, waiting if not stops.found else [], finish, session.recoveries[told:])
         finally:
             if order.begun is not None:
                 order.begun.set()

@@ -15,7 +15,7 @@ from lilliput.gateway.problems import Problem
 #: of a request, which has to arrive within so many seconds
 MAX_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
-_PROTECTED = "/v1/"
+_PROTECTED = ("/v1/", "/swarm.json")
 
 
 class _HungUp(Exception):

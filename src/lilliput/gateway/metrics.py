@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,12 +10,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lilliput.client.recovery import Recovery
 from lilliput.client.step_trace import StepTrace
-from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.held_model import HeldModel
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _REQUEST_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 #: what is counted by its path; anything else is `other`, or a stranger could fill the memory with paths
-_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/swarm"}
+_PATHS = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/swarm.json"}
 
 
 class Metrics:
@@ -87,11 +86,9 @@ class Metrics:
         self._running.labels(self._model).set(running)
         self._waiting.labels(self._model).set(waiting)
 
-    def saw_swarm(self, records: Sequence[ServerRecord], blocks: int) -> None:
-        serving = [record for record in records if record.state == "serving"]
-        held = {block for record in serving for block in range(record.start, record.end)}
-        self._servers.labels(self._model).set(len(serving))
-        self._missing.labels(self._model).set(len(set(range(blocks)) - held))
+    def saw_swarm(self, held: HeldModel) -> None:
+        self._servers.labels(self._model).set(sum(map(held.serves, held.servers)))
+        self._missing.labels(self._model).set(held.coverage().count(0))
 
 
 class Counted:

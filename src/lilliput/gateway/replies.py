@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lilliput.client.recovery import Recovery
 from lilliput.gateway.choice import Choice, Piece, Token
 from lilliput.gateway.tools import Call, CallReader
 from lilliput.gateway.vocabulary import Vocabulary
@@ -27,6 +28,12 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[s
         "total_tokens": prompt + answer,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+
+
+def told(recoveries: Sequence[Recovery]) -> dict[str, Any]:
+    """A field that OpenAI's answers do not have, and their clients ignore: from which servers others took over."""
+    facts = [{"blocks": [r.start, r.end], "seconds": round(r.seconds, 3), "moved": r.moved} for r in recoveries]
+    return {"lilliput": {"recoveries": facts}} if facts else {}
 
 
 class Reply(ABC):

@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lilliput.client.recovery import Recovery
 from lilliput.gateway import tools as tool_calls
 from lilliput.gateway.choice import Choice, Order, merged
 from lilliput.gateway.grammar import Grammar, Grammars
 from lilliput.gateway.places import Places
 from lilliput.gateway.problems import Problem
-from lilliput.gateway.replies import ChatReply, Reply, TextReply, usage
+from lilliput.gateway.replies import ChatReply, Reply, TextReply, told, usage
 from lilliput.gateway.requests import ChatRequest, CompletionRequest, Message, Request, SchemaFormat, Tool
 from lilliput.gateway.sampler import Sampling
 from lilliput.gateway.served_model import ServedModel, too_long
+from lilliput.gateway.swarm_view import SwarmView
+from lilliput.swarm.held_model import HeldModel
 
 _COMPLETION_TOKENS = 16
 #: answers that one request may ask for
@@ -35,17 +38,22 @@ class Job:
     with_usage: bool
 
     async def whole(self) -> dict[str, Any]:
+        news: list[Recovery] = []
         async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
             async for number, piece in pieces:
+                news += piece.recoveries
                 self.reply.take(number, piece)
-        return self.reply.whole(self._counts())
+        return {**self.reply.whole(self._counts()), **told(news)}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         more: dict[str, Any] = {"usage": None} if self.with_usage else {}
+        news: list[Recovery] = []
         async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
             async for number, piece in pieces:
+                news += piece.recoveries
                 for choice in self.reply.take(number, piece):
-                    yield self.reply.chunk([choice], **more)
+                    yield self.reply.chunk([choice], **more, **told(news))
+                    news = []
         if self.with_usage:
             yield self.reply.chunk([], usage=self._counts())
 
@@ -59,6 +67,7 @@ class Service:
     def __init__(self, model: ServedModel, places: Places) -> None:
         self.model, self._places = model, places
         self._grammars = Grammars(model)
+        self.swarm = SwarmView(model, places)
 
     async def completion(self, request: CompletionRequest) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
@@ -124,7 +133,7 @@ class Service:
         """How things are now, in Prometheus' text format."""
         model = self.model
         model.metrics.saw_places(self._places.taken, self._places.waiting)
-        model.metrics.saw_swarm(await model.servers(), model.decoder.remote.blocks)
+        model.metrics.saw_swarm(HeldModel(model.name, model.decoder.remote.blocks, await model.servers()))
         return model.metrics.page()
 
     def called(self, name: str) -> ServedModel:

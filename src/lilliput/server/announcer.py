@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 class Announcer:
     """Announces one server, and withdraws it.
 
+    :param name: what its owner calls it
     :param model_blocks: of the whole model
     :param lease_seconds: how long an announcement counts; it is made anew at a third of it
     :param throughput: tokens per second through the span when several streams come together, as measured
@@ -33,6 +34,7 @@ class Announcer:
 
     node: Node
     service: Service
+    name: str
     fingerprint: str
     model_blocks: int
     dtype: str
@@ -78,6 +80,7 @@ class Announcer:
         return ServerRecord(
             peer_id=str(self.node.peer_id),
             model=service.model,
+            name=self.name,
             fingerprint=self.fingerprint,
             model_blocks=self.model_blocks,
             start=service.span.start,

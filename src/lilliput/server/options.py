@@ -17,6 +17,7 @@ REBALANCE_SECONDS = 120.0
 class ServerOptions:
     """How a server behaves. Defaults suit a private swarm on one machine or one network.
 
+    :ivar name: what people shall see instead of the peer id's end
     :ivar dtype: float32, bfloat16 or float16
     :ivar quantize: None, int8 or int4: the weights of linear layers
     :ivar cache_dtype: of the attention cache: None, which is `dtype`, or int8
@@ -34,6 +35,7 @@ class ServerOptions:
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
     """
 
+    name: str = ""
     dtype: str = "bfloat16"
     quantize: str | None = None
     cache_dtype: str | None = None

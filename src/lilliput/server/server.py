@@ -333,6 +333,7 @@ class Server(hivemind.moe.Server):
         return Announcer(
             node,
             loaded.service,
+            name=options.name,
             fingerprint=loaded.files.fingerprint,
             model_blocks=loaded.model_blocks,
             dtype=options.precision,

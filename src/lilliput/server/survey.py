@@ -45,6 +45,7 @@ class Outlook:
         return ServerRecord(
             peer_id=str(node.peer_id),
             model=self.files.name,
+            name=options.name,
             fingerprint=self.files.fingerprint,
             model_blocks=self.model_blocks,
             start=0,

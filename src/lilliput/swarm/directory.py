@@ -86,7 +86,7 @@ async def models(node: Node) -> dict[str, int]:
     return {
         name: blocks if isinstance(blocks, int) and 0 <= blocks <= MOST_BLOCKS else 0
         for name, (blocks, _) in sorted(found.items(), key=lambda item: str(item[0]))
-        if isinstance(name, str)
+        if isinstance(name, str) and name.isprintable()  # a terminal would obey some of the others
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,14 @@ Count = Annotated[int, Field(ge=0, le=1 << 53)]
 MOST_BLOCKS = 1 << 16
 Block = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(max_length=256)]
+
+
+def _printable(text: str) -> str:
+    """Strangers' words are shown at terminals, which would obey some of them."""
+    return text if text.isprintable() else "".join(filter(str.isprintable, text))
+
+
+Name = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 #: a record larger than this is not read
 MAX_RECORD_BYTES = 16 << 10
@@ -33,6 +40,8 @@ class ServerRecord(BaseModel):
 
     peer_id: Name
     model: Name
+    #: what its owner calls the server, for people; anybody may call theirs so, too
+    name: Name = ""
     #: identifies the weights: servers of one model with different fingerprints must not be mixed
     fingerprint: Name = ""
     #: blocks of the whole model
