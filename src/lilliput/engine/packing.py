@@ -38,16 +38,18 @@ def pack(slices: Sequence[Slice], page_size: int, dtype: torch.dtype) -> tuple[t
     prompts: list[Prompts] = []
     total = 0
     for s in ordered:
-        step, window = s.step, slice(s.step.offset, s.step.offset + s.tokens)
-        hidden.append(step.hidden[:, window].reshape(s.count, -1))
+        step, part = s.step, slice(s.step.offset, s.step.offset + s.tokens)
+        hidden.append(step.hidden[:, part].reshape(s.count, -1))
         if step.prompts is not None:
-            values = step.prompts[:, :, window].reshape(step.prompts.shape[0], s.count, -1).to(dtype)
+            values = step.prompts[:, :, part].reshape(step.prompts.shape[0], s.count, -1).to(dtype)
             prompts.append(Prompts(total, values))
         total += s.count
     places: dict[int, Places] = {}
-    for number, table in enumerate(ordered[0].session.tables):
-        here = _places(single, several, number, page_size)
-        places.update(dict.fromkeys(table.group.blocks, here))
+    tables = ordered[0].session.tables
+    for window in {table.group.window for table in tables}:
+        alike = [number for number, table in enumerate(tables) if table.group.window == window]
+        for number, here in zip(alike, _places(single, several, alike, page_size).of_each_table(), strict=True):
+            places.update(dict.fromkeys(tables[number].group.blocks, here))
     batch = PackedBatch(_positions(single, several), places, prompts, _adapters(ordered))
     return torch.cat(hidden).to(dtype), batch, ordered
 
@@ -105,22 +107,18 @@ def _adapters(ordered: Sequence[Slice]) -> list[tuple[str, torch.Tensor | None]]
 
 
 class _Seen:
-    """What a slice's tokens look at in one of its session's page tables.
+    """What a slice's tokens look at in some of its session's page tables, which have one window.
 
     :ivar start: tokens of a row before the slice's, in these pages
-    :ivar pages: of each row, up to its last token
+    :ivar pages: of each table and row, up to its last token
     """
 
-    def __init__(self, s: Slice, number: int, page_size: int) -> None:
-        table, length = s.session.tables[number], s.session.length
-        first = table.first_seen(length)
-        count = (length + s.tokens - 1) // page_size + 1 - table.left
+    def __init__(self, s: Slice, numbers: Sequence[int], page_size: int) -> None:
+        tables, length = [s.session.tables[number] for number in numbers], s.session.length
+        first, last = tables[0].first_seen(length), (length + s.tokens - 1) // page_size
         self.slice, self.start = s, length - first * page_size
-        self.pages = [row[first - table.left : count] for row in table.rows]
-
-    @property
-    def count(self) -> int:
-        return len(self.pages[0])
+        self.pages = [[row[first - table.left : last + 1 - table.left] for row in table.rows] for table in tables]
+        self.count = last + 1 - first
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -133,22 +131,25 @@ class _Seen:
         return mask[:, :, length - self.start : length + self.slice.tokens]
 
 
-def _places(single: Sequence[Slice], several: Sequence[Slice], number: int, page_size: int) -> Places:
-    """Where the tokens are in the pages of the sessions' tables of that number."""
-    decode = [_Seen(s, number, page_size) for s in single]
+def _places(single: Sequence[Slice], several: Sequence[Slice], numbers: Sequence[int], page_size: int) -> Places:
+    """Where the tokens are in the pages of the sessions' tables of these numbers, which have one window."""
+    decode = [_Seen(s, numbers, page_size) for s in single]
     slots: list[torch.Tensor] = []
     if decode:
-        places = [row[-1] * page_size + seen.start % page_size for seen in decode for row in seen.pages]
-        slots.append(torch.tensor(places))
+        of_tables = [
+            [row[-1] * page_size + seen.start % page_size for seen in decode for row in seen.pages[table]]
+            for table in range(len(numbers))
+        ]
+        slots.append(torch.tensor(of_tables))
     chunks = []
     for s in several:
-        seen = _Seen(s, number, page_size)
+        seen = _Seen(s, numbers, page_size)
         pages, slot = torch.tensor(seen.pages), torch.arange(seen.start, seen.start + s.tokens)
-        slots.append((pages[:, slot // page_size] * page_size + slot % page_size).reshape(-1))
+        slots.append((pages[:, :, slot // page_size] * page_size + slot % page_size).flatten(1))
         chunks.append(Chunk(s.step.rows, s.tokens, seen.start, pages, seen.mask))
     return Places(
         page_size,
-        slots=torch.cat(slots),
+        slots=torch.cat(slots, dim=1),
         decode=[_decode_group(group, page_size) for group in _groups(decode)],
         chunks=chunks,
     )
@@ -168,18 +169,20 @@ def _groups(decode: Sequence[_Seen]) -> list[list[_Seen]]:
 
 def _decode_group(group: Sequence[_Seen], page_size: int) -> DecodeGroup:
     width = max(seen.count for seen in group)
-    pages: list[list[int]] = []
+    pages: list[list[list[int]]] = [[] for _ in group[0].pages]
     lengths: list[int] = []
     for seen in group:
         padding = width - seen.count
-        pages.extend(row + row[:1] * padding if padding else row for row in seen.pages)
-        lengths.extend([seen.start + 1] * len(seen.pages))
+        for of_table, rows in zip(pages, seen.pages, strict=True):
+            of_table.extend(row + row[:1] * padding if padding else row for row in rows)
+        lengths.extend([seen.start + 1] * seen.slice.step.rows)
     mask = None
     if any(seen.slice.step.mask is not None for seen in group):
-        mask = torch.ones(len(pages), width * page_size, dtype=torch.bool)
+        mask = torch.ones(len(lengths), width * page_size, dtype=torch.bool)
         first = 0
         for seen in group:
+            count = seen.slice.step.rows
             if (given := seen.mask) is not None:
-                mask[first : first + len(seen.pages), : seen.start + 1] = given[:, 0]
-            first += len(seen.pages)
+                mask[first : first + count, : seen.start + 1] = given[:, 0]
+            first += count
     return DecodeGroup(torch.tensor(pages), torch.tensor(lengths), mask)

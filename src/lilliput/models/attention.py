@@ -99,7 +99,7 @@ def paged(query: torch.Tensor, pool: torch.Tensor, places: Places, shape: Attent
     parts: list[torch.Tensor] = []
     offset = 0
     for group in places.decode:
-        rows = group.pages.shape[0]
+        rows = len(group.lengths)
         parts.append(_decode(query[offset : offset + rows], pool, places, group, shape))
         offset += rows
     for chunk in places.chunks:
@@ -139,7 +139,7 @@ def _gather(
     size, apart = page_size * width, pool.stride(0) // pool.stride(1)
     all_heads = pool.as_strided(((count - 1) * apart + heads, size), (size, 1))
     index = places.gather_index(pages, shape.kv_heads, apart)
-    both = all_heads.index_select(0, index).view(2, pages.shape[0] * shape.kv_heads, -1, width)
+    both = all_heads.index_select(0, index).view(2, pages.shape[1] * shape.kv_heads, -1, width)
     if pool.dtype == torch.int8:
         both = _from_int8(both, dtype)
     key, value = both[0], both[1]

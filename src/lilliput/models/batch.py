@@ -14,7 +14,7 @@ Blocks with a window are told of the pages only that they look at: lengths and m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,7 +23,7 @@ import torch
 class DecodeGroup:
     """Rows with one new token each, padded to the same number of pages."""
 
-    #: [rows, pages] page ids; what lies beyond a row's length is any page of the pool
+    #: [tables, rows, pages] page ids; what lies beyond a row's length is any page of the pool
     pages: torch.Tensor
     #: [rows] tokens per row in these pages, after this step
     lengths: torch.Tensor
@@ -39,7 +39,7 @@ class Chunk:
     tokens: int
     #: tokens per row in these pages before this step
     start: int
-    #: [rows, pages] page ids, enough for start + tokens
+    #: [tables, rows, pages] page ids, enough for start + tokens
     pages: torch.Tensor
     #: bool [rows or 1, tokens, start + tokens], True = attend; None = causal
     mask: torch.Tensor | None = None
@@ -56,14 +56,24 @@ class Prompts:
 
 @dataclass
 class Places:
-    """Where the tokens of a batch are in the pages of one group of blocks. Order: decode groups, then chunks."""
+    """Where the tokens of a batch are in the pages of one group of blocks. Order: decode groups, then chunks.
+
+    Groups that look equally far back differ in page ids only. So what is computed from these is computed for all of
+    them at once, and each has its `table` of it.
+    """
 
     page_size: int
-    #: int64 [tokens]: page * page_size + offset, where each token's keys and values go
+    #: int64 [tables, tokens]: page * page_size + offset, where each token's keys and values go
     slots: torch.Tensor
     decode: list[DecodeGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    table: int = 0
     _memo: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
+    _of_tables: dict[object, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False)
+
+    def of_each_table(self) -> list[Places]:
+        """These, as each of the tables has them."""
+        return [replace(self, table=table) for table in range(len(self.slots))]
 
     def write_index(self, heads: int, apart: int) -> torch.Tensor:
         """int64 [tokens, heads]: slots of a pool seen as `[slots, head_dim]`.
@@ -71,11 +81,12 @@ class Places:
         :param apart: heads from a page's first one to the next page's
         """
         key = ("write", heads, apart)
-        if key not in self._memo:
+        if key not in self._of_tables:
             page, offset = self.slots // self.page_size, self.slots % self.page_size
             head = torch.arange(heads)
-            self._memo[key] = (page[:, None] * apart + head) * self.page_size + offset[:, None]
-        return self._memo[key]
+            index = (page[..., None] * apart + head) * self.page_size + offset[..., None]
+            self._of_tables[key] = index.unbind()
+        return self._of_tables[key][self.table]
 
     def gather_index(self, pages: torch.Tensor, heads: int, apart: int) -> torch.Tensor:
         """int64 [2 * rows * heads * pages]: heads of a pool seen as `[heads, page_size * head_dim]`.
@@ -83,17 +94,18 @@ class Places:
         The order is keys then values, then row, head, page. `apart` as in `write_index`.
         """
         key = ("gather", id(pages), heads, apart)
-        if key not in self._memo:
+        if key not in self._of_tables:
             side = torch.arange(2).view(2, 1, 1, 1) * heads
             head = torch.arange(heads).view(1, 1, heads, 1)
-            self._memo[key] = (pages[None, :, None, :] * apart + side + head).reshape(-1)
-        return self._memo[key]
+            index = pages[:, None, :, None, :] * apart + side + head
+            self._of_tables[key] = index.reshape(len(pages), -1).unbind()
+        return self._of_tables[key][self.table]
 
     def decode_bias(self, group: DecodeGroup, heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[rows * heads, 1, pages * page_size]: 0 where a row attends, the dtype's lowest elsewhere."""
         key = ("bias", id(group), heads, window, dtype)
         if key not in self._memo:
-            slot = torch.arange(group.pages.shape[1] * self.page_size)
+            slot = torch.arange(group.pages.shape[2] * self.page_size)
             last = group.lengths[:, None] - 1
             allowed = slot <= last
             if group.mask is not None:

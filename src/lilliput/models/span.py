@@ -241,8 +241,8 @@ class Span:
     def _check_packing(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
         """Rows packed into one sequence must come out as side by side: only attention may know of neighbours."""
         rows, tokens, _ = hidden.shape
-        pages = torch.arange(rows)[:, None]
-        places = Places(tokens, slots=torch.arange(rows * tokens), chunks=[Chunk(rows, tokens, 0, pages)])
+        pages = torch.arange(rows)[None, :, None]
+        places = Places(tokens, torch.arange(rows * tokens)[None], chunks=[Chunk(rows, tokens, 0, pages)])
         batch = PackedBatch(positions.reshape(-1), dict.fromkeys(self.shapes, places))
         pools = self.new_cache(rows, tokens, divided=False).blocks
         got = self.paged(hidden.flatten(0, 1), batch, pools, self.start, self.end)

@@ -79,7 +79,8 @@ class _Through(nn.Module):
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         at = torch.arange(self._tokens)
-        places = Places(self._tokens, at, chunks=[Chunk(1, self._tokens, 0, torch.zeros(1, 1, dtype=torch.int64))])
+        chunk = Chunk(1, self._tokens, 0, torch.zeros(1, 1, 1, dtype=torch.int64))
+        places = Places(self._tokens, at[None], chunks=[chunk])
         batch = PackedBatch(at, dict.fromkeys(self._span.shapes, places))
         return self._span.paged(hidden[0], batch, self._pools, self._span.start, self._span.end)[None]
 
@@ -112,11 +113,11 @@ class _Stream:
     def seconds(self) -> float:
         """The fastest of some steps."""
         hidden = torch.randn(1, self._span.hidden_size).to(self._span.dtype)
-        page = torch.zeros(1, 1, dtype=torch.int64)
+        page = torch.zeros(1, 1, 1, dtype=torch.int64)
         took = []
         for place in range(_WINDOW, _WINDOW + _STEPS):
             at = torch.tensor([place])
-            places = Places(2 * _WINDOW, slots=at, decode=[DecodeGroup(page, at + 1)])
+            places = Places(2 * _WINDOW, at[None], decode=[DecodeGroup(page, at + 1)])
             batch = PackedBatch(at, dict.fromkeys(self._span.shapes, places))
             begun = time.perf_counter()
             self._span.paged(hidden, batch, self._pools, self._span.start, self._span.end)
