@@ -9,6 +9,8 @@
     │   ├── Unreachable       a peer does not answer
     │   ├── Busy              everyone who could serve this is full; says for how long
     │   ├── Draining          the server is about to leave
+    │   ├── WrongAnswer       a server was found out: it returns what others, asked the same, do not
+    │   ├── Disputed          two servers return something else for the same, and nobody can tell who is right
     │   └── SessionExpired    nothing was heard from the client for too long, and the server closed the session
     ├── RequestError          the request itself is wrong; sending it elsewhere will not help
     │   ├── BadRequest        shapes, dtypes, masks, parents, positions, ...
@@ -89,6 +91,21 @@ class Draining(SwarmError):
     """The server takes nothing new because it is about to leave."""
 
     code = "DRAINING"
+
+
+class WrongAnswer(SwarmError):
+    """A server was audited, and does not return what others do that are asked the same. It is not used any more."""
+
+
+class Disputed(SwarmError):
+    """Two servers return something else for the same, and there is no third to tell who is right. `peers` are their
+    ids."""
+
+    retry_elsewhere = False
+
+    def __init__(self, message: str, peers: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.peers = peers
 
 
 class SessionExpired(SwarmError):

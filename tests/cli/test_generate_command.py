@@ -42,10 +42,11 @@ def test_it_says_what_transformers_says(peers: list[str], expected: dict[int, st
 
 
 def test_as_json(peers: list[str], expected: dict[int, str]) -> None:
-    shown = invoke("generate", "smollm2", *peers, *GREEDY, "--json", "--prompt", TEXT)
+    shown = invoke("generate", "smollm2", *peers, *GREEDY, "--json", "--audit", "1", "--prompt", TEXT)
     facts = json.loads(shown.stdout)
     assert facts["text"] == expected[1]
     assert (len(facts["tokens"]), facts["recoveries"]) == (12, [])
+    assert facts["audits"] == {"agreed": 0, "convicted": [], "unable": 36}  # nobody else holds the blocks
 
 
 def test_beams(peers: list[str], expected: dict[int, str]) -> None:

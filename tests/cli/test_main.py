@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from lilliput.cli.main import app, guarded
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
 
-COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "fetch", "plan", "bench"]
+COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "trace", "fetch", "plan", "bench"]
 
 
 def lilliput(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -140,6 +142,42 @@ def test_a_log_line_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     except ValueError:
         record = logging.LogRecord("lilliput.server.node", logging.WARNING, "", 0, "a\n%s", ("b",), sys.exc_info())
     assert logs.OneLine().format(record)[8:] == " W server.node: a b (ValueError: of no use)"
+    monkeypatch.setenv(logs.DEBUG, "1")
+    first, *traceback = logs.OneLine().format(record).splitlines()
+    assert first[8:] == " W server.node: a b"
+    assert all(line.startswith("    ") for line in traceback)
+
+
+def test_a_stranger_can_write_no_line_of_the_log_nor_move_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(logs.DEBUG, raising=False)
+    evil = "a\r\n12:00:00 I b\x1b[2Jc\u2028d\x85e\x00"
+    record = logging.makeLogRecord({"name": "lilliput.x", "levelno": 20, "levelname": "INFO", "msg": evil})
+    record.request_id = evil
+    line = logs.OneLine().format(record)
+    assert line.isprintable()
+    assert line[8:].startswith(" I x: a 12:00:00 I b\N{REPLACEMENT CHARACTER}[2Jc d e")
+    written = logs.JsonLines().format(record)
+    assert written.isascii()
+    assert written.isprintable()
+    assert json.loads(written)["message"] == json.loads(written)["request_id"] == evil
+
+
+def test_logs_as_json() -> None:
+    code = (
+        "import logging, warnings\nfrom lilliput.cli import logs\nlogs.set_up(1, as_json=True)\n"
+        "import hivemind.utils.logging as other\nlogs.take_over()\n"
+        "logging.getLogger('lilliput.a').info('x', extra={'request_id': 'r1', 'tokens': 3})\n"
+        "try: 1 / 0\nexcept ZeroDivisionError: logging.getLogger('lilliput.b').exception('y')\n"
+        "other.get_logger('hivemind.c').critical('z')\nwarnings.warn('w')"
+    )
+    command = [sys.executable, "-c", code]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+    first, second, third, fourth = (json.loads(line) for line in lines)
+    assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
+    assert first == {"level": "info", "source": "a", "message": "x", "request_id": "r1", "tokens": 3}
+    assert (second["level"], second["error"]) == ("error", "ZeroDivisionError: division by zero")
+    assert (third["level"], third["source"], third["message"]) == ("critical", "hivemind.c", "z")
+    assert fourth["level"] == "warning"
 
 
 def test_it_is_quiet_until_asked() -> None:
@@ -170,3 +208,15 @@ def test_an_interruption_while_modules_are_read_shows_no_traceback() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_interpreter_winds_up_shows_no_traceback(number: int) -> None:
+    program = (
+        "import atexit, os, signal, sys\nimport lilliput.cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"atexit.register(os.kill, os.getpid(), {number:d})\n"
+        "sys.argv = ['lilliput', 'key', '--help']\nlilliput.cli.run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

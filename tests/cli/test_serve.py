@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -27,6 +29,12 @@ def test_a_span_that_is_none(span: str) -> None:
     shown = invoke("serve", "smollm2", "--blocks", span)
     assert shown.exit_code == 2
     assert "is not a span of blocks such as 0:10" in shown.stderr
+
+
+def test_a_rate_that_is_none() -> None:
+    shown = invoke("serve", "smollm2", "--peer-rate", "fast")
+    assert shown.exit_code == 2
+    assert "'fast' is not a size such as 8GB" in shown.stderr
 
 
 def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
@@ -115,11 +123,50 @@ def test_ctrl_c_while_it_serves(part: LocalSwarm, family: Family) -> None:
         (address,) = terminal.see(r"--initial-peers (\S+)").groups()
         assert "20:22" in invoke("status", "--initial-peers", address).stdout
         assert family.sockets()
-        terminal.ctrl("c")
+        for _ in range(4):  # some people go on pressing it
+            terminal.ctrl("c")
         assert terminal.end() == 130
         assert "Traceback" not in terminal.screen
     family.assert_gone()
     assert "20:22" not in invoke("status", *peers).stdout  # it has said goodbye
+
+
+_PROGRAM = """
+import os, signal
+from lilliput import Server
+
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+server, impatience = Server("smollm2", (0, 1), cache_tokens=1024), [signal.SIGINT, signal.SIGTERM]
+wait = server._ended.wait
+
+def wait_and_be_interrupted(timeout):
+    if impatience:
+        os.kill(os.getpid(), impatience.pop())
+    return wait(timeout)
+
+server._ended.wait = wait_and_be_interrupted
+try:
+    with server:
+        print("serves", flush=True)
+        signal.pause()
+except KeyboardInterrupt:
+    print("interrupted", server.is_alive())
+"""
+
+
+def test_a_program_that_is_told_twice_to_end_ends_its_server(demo_model: ModelFiles, family: Family) -> None:
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], stdout=pipe, stderr=pipe, text=True, env=family.environment
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "serves\n"
+    assert family.sockets()
+    program.send_signal(signal.SIGTERM)
+    said, complaints = program.communicate(timeout=30)
+    assert (program.returncode, said) == (0, "interrupted False\n")
+    assert "Traceback" not in complaints
+    family.assert_gone()
 
 
 def test_drain_stops_a_server_and_nothing_else(demo_model: ModelFiles, family: Family) -> None:

@@ -1,8 +1,7 @@
-"""Several servers in one process: `many_servers.py MODEL COUNT REBALANCE_SECONDS LEASE_SECONDS`.
+"""Several servers in one process: `many_servers.py MODEL COUNT REBALANCE_SECONDS LEASE_SECONDS PEER...`.
 
-It reads the addresses of a swarm to join from its first line of input ([]: it begins one), and writes its servers' peer
-ids and addresses when all serve. For every further line it writes how many tokens each server has computed. When its
-input ends, its servers leave.
+It writes its servers' peer ids and addresses when all serve. For every line of its input it writes how many tokens each
+server has computed. When its input ends, its servers leave.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lilliput import Server
 
-#: servers that start together; more, and the one that the others join answers too late
-_AT_ONCE = 5
+#: servers that start together: they wait for each other's words more than they compute
+_AT_ONCE = 6
 
 
-def main(model: str, count: int, rebalance_seconds: float, lease_seconds: float) -> None:
-    peers = json.loads(sys.stdin.readline())
-
-    def start(peers: list[str]) -> Server:
+def main(model: str, count: int, rebalance_seconds: float, lease_seconds: float, peers: list[str]) -> None:
+    def start() -> Server:
         server = Server(
             model,
             initial_peers=peers,
@@ -34,13 +31,10 @@ def main(model: str, count: int, rebalance_seconds: float, lease_seconds: float)
         server.run_in_background()
         return server
 
-    servers = []
+    servers: list[Server] = []
     try:
-        if not peers:
-            servers.append(start([]))
-            peers = list(servers[0].addresses)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            servers += pool.map(lambda _: start(peers), range(count - len(servers)))
+            servers += pool.map(lambda _: start(), range(count))
         tell({str(server.dht.peer_id): list(server.addresses) for server in servers if server.dht})
         for _ in sys.stdin:
             tell(
@@ -60,4 +54,4 @@ def tell(facts: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]), sys.argv[5:])

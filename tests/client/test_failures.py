@@ -246,6 +246,11 @@ class TestProcesses:
             assert expected.grad is not None
             assert torch.allclose(mine.grad, expected.grad, rtol=1e-3, atol=1e-4 * float(expected.grad.abs().max()))
             assert torch.allclose(blocks(states(2, 9)), goal, atol=1e-3)
+            (recovery,) = blocks[1:4].recoveries
+            assert (recovery.start, recovery.end, recovery.peer_id) == (3, 6, swarm.servers[1].peer_id)
+            assert set(recovery.new_peer_ids) == {server.peer_id for server in swarm.servers[2:]}
+            assert recovery.replayed_tokens == 9
+            assert recovery.seconds > 0
 
 
 def test_models_of_one_process_share_a_connection(tiny_swarm: LocalSwarm, tiny_llama: Path) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from lilliput.client.costs import PASSES, SESSION, client_round_trips, entry_seconds
-from lilliput.client.route import Hop, estimate, find_chain
+from lilliput.client.route import Guard, Hop, estimate, find_chain
 from lilliput.errors import MissingBlocks
 from lilliput.swarm.records import MOST_FOLLOWERS, ServerRecord
 
@@ -211,14 +211,25 @@ def test_a_route_over_thousands_of_servers(pushes: bool) -> None:
     assert all(leg.end == after.start for leg, after in pairwise(chain))
 
 
-def test_guarded_blocks_are_computed_by_trusted_peers_only() -> None:
+def test_the_ends_are_computed_by_trusted_peers_only_as_far_as_they_hold_them() -> None:
     records = [server("fast", 0, 30, step_ms=1), server("a", 0, 10, step_ms=90), server("b", 20, 30, step_ms=90)]
     assert spans(records, 0, 30) == [("fast", 0, 30)]
+    guard = Guard({"a", "b"}, 30)
     for pushes in (False, True):
-        chain = spans(records, 0, 30, pushes=pushes, guarded={0: {"a"}, 29: {"b"}})
-        assert [name for name, _, _ in chain] == ["a", "fast", "b"]
-        assert spans(records, 10, 20, pushes=pushes, guarded={0: {"a"}, 29: {"b"}}) == [("fast", 10, 20)]
-    for options in ({"guarded": {0: {"b"}}}, {"guarded": {0: {"a"}}, "banned": {"a"}}):
+        chain = [("a", 0, 10), ("fast", 10, 20), ("b", 20, 30)]
+        assert spans(records, 0, 30, pushes=pushes, guard=guard) == chain
+        assert spans(records, 5, 25, pushes=pushes, guard=guard) == [("a", 5, 10), ("fast", 10, 20), ("b", 20, 25)]
+        # between the ends anybody may compute, also what a trusted peer holds there
+        middle = server("c", 14, 16, step_ms=90)
+        assert spans([*records, middle], 0, 30, pushes=pushes, guard=Guard({"a", "b", "c"}, 30)) == chain
+        # those of several that follow one another, whoever of them it is
+        more = [server("c", 8, 14, step_ms=90), server("d", 0, 10, step_ms=80)]
+        both = spans([*records, *more], 0, 30, pushes=pushes, guard=Guard({"a", "b", "c", "d"}, 30))
+        assert [name for name, _, _ in both] == ["d", "c", "fast", "b"]
+        assert both[1][2] == 14
+    for peers, banned in (({"b"}, ()), ({"a"}, {"a"})):
         with pytest.raises(MissingBlocks, match=r"no trusted peer .* serves block 0") as caught:
-            spans(records, 0, 30, **options)
+            spans(records, 0, 30, guard=Guard(peers, 30), banned=banned)
         assert caught.value.blocks == ((0, 1),)
+    with pytest.raises(MissingBlocks, match=r"no trusted peer .* serves block 29"):
+        spans(records, 0, 30, guard=Guard({"a"}, 30))

@@ -23,31 +23,33 @@ import torch
 from lilliput import AutoDistributedModelForCausalLM
 from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.decoder import Decoder
+from lilliput.swarm.loop import LoopThread
+from lilliput.swarm.node import Node
+from lilliput.swarm.peer_calls import serve_peers
 from lilliput.swarm.records import ServerRecord
 from lilliput.swarm.sockets import remove_stale_sockets
 
 SERVERS = int(os.environ.get("LILLIPUT_SCALE_SERVERS", "12"))
-#: in one process
+#: in one process, at most
 TOGETHER = 15
 PROMPT = list(range(5, 25))
 NEW = 6
 #: each server has room for four sessions, so those that begin later go where there is more room
-MAX_LENGTH = 256
-#: sessions that begin at once
-TOGETHER_SESSIONS = max(1, SERVERS // 15)
+MAX_LENGTH, PLACES = 256, 4
 
 
 class Many:
     """A process with several servers."""
 
-    def __init__(self, model: Path, count: int) -> None:
+    def __init__(self, model: Path, count: int, peers: list[str]) -> None:
         command = [sys.executable, str(Path(__file__).with_name("many_servers.py")), str(model), str(count)]
-        command += [str(max(3.0, SERVERS / 2)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
+        command += [str(max(3.0, SERVERS / 4)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
+        command += peers
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, question: Any) -> None:
+    def ask(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.write("\n")
         self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
@@ -60,17 +62,34 @@ class Many:
         self.process.stdin.close()
 
 
+class Bootstraps:
+    """Peers that hold no blocks, through which others join."""
+
+    def __init__(self, count: int) -> None:
+        self.thread = LoopThread("bootstraps")
+        self.nodes: list[Node] = []
+        self.addresses: list[str] = []
+        for _ in range(count):
+            self.nodes.append(self.thread.run(Node.start(self.addresses)))
+            self.thread.run(serve_peers(self.nodes[-1]))
+            self.addresses += self.thread.run(self.nodes[-1].addresses())
+
+    def end(self, count: int) -> None:
+        """So many of them."""
+        for _ in range(count):
+            self.thread.run(self.nodes.pop(0).stop())
+        if not self.nodes:
+            self.thread.stop()
+
+
 @contextlib.contextmanager
-def many(model: Path, count: int) -> Iterator[tuple[list[Many], dict[str, list[str]]]]:
+def many(model: Path, count: int, peers: list[str]) -> Iterator[tuple[list[Many], dict[str, list[str]]]]:
     """So many servers in processes; yields these, and the servers' addresses by their peer ids."""
-    groups = [Many(model, min(TOGETHER, count - begin)) for begin in range(0, count, TOGETHER)]
+    processes = max(2, -(-count // TOGETHER))
+    groups = [Many(model, (count + number) // processes, peers) for number in range(processes)]
     try:
-        groups[0].ask([])
-        servers: dict[str, list[str]] = groups[0].answer()
-        known = [addresses[0] for addresses in servers.values()][:3]
-        for group in groups[1:]:
-            group.ask(known)
-        for group in groups[1:]:
+        servers: dict[str, list[str]] = {}
+        for group in groups:
             servers.update(group.answer())
         yield groups, servers
     finally:
@@ -89,14 +108,17 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
     ids = torch.tensor([PROMPT])
     expected = whole.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=None)
     begun = time.monotonic()
-    with many(tiny_llama, SERVERS) as (groups, servers):
+    bootstraps = Bootstraps(2)
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: bootstraps.end(len(bootstraps.nodes)))
+        groups, servers = stack.enter_context(many(tiny_llama, SERVERS, bootstraps.addresses))
         started = time.monotonic() - begun
         assert len(servers) == SERVERS
+        bootstraps.end(1)  # a swarm outlives any of those through whom others have joined
         model = AutoDistributedModelForCausalLM.from_pretrained(
-            str(tiny_llama), initial_peers=[servers[peer][0] for peer in list(servers)[:3]], dtype="float32"
+            str(tiny_llama), initial_peers=bootstraps.addresses, dtype="float32"
         )
         remote, decoder = model._remote_model, Decoder(model)
-        before = used(groups)
         sessions: list[AsyncInferenceSession] = []
 
         async def session() -> None:
@@ -107,9 +129,6 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
         def look() -> list[ServerRecord]:
             records: list[ServerRecord] = model._shared.run(remote.connection.records(remote.name, fresh=True))
             return records
-
-        async def together() -> None:
-            await asyncio.gather(*(session() for _ in range(TOGETHER_SESSIONS)))
 
         async def end() -> None:
             await asyncio.gather(*(opened.close() for opened in sessions))
@@ -126,29 +145,26 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
                 assert time.monotonic() < until, held
                 time.sleep(1)
             settled = time.monotonic() - begun
+            before = used(groups)
             counts: dict[str, int] = {}
-            begun_sessions = 0
-            while begun_sessions < 3 * min(held):  # for so many there is room, and for some more
-                decoder.run(together())
-                begun_sessions += TOGETHER_SESSIONS
+            while not counts or min(counts.values()) == 0:
+                assert len(sessions) < PLACES * min(held), counts  # all that there is room for
+                decoder.run(session())
                 counts = {peer: count - before[peer] for peer, count in used(groups).items()}
-                if min(counts.values()) > 0:
-                    break
                 # what servers announce shows who is used
                 spans = {hop.peer_id: (hop.record.start, hop.record.end) for hop in sessions[-1].hops}
                 until = time.monotonic() + 60
                 while any(not r.sessions and spans.get(r.peer_id) == (r.start, r.end) for r in look()):
                     assert time.monotonic() < until, (spans, look())
                     time.sleep(0.2)
+            took = time.monotonic() - begun
             print(
                 f"\n{SERVERS} servers in {len(groups)} processes served after {started:.0f} s, found in {found:.3f} s"
             )
             print(f"servers of each block after {settled:.0f} s: {held}")
             fewest, most = min(counts.values()), max(counts.values())
-            print(f"{begun_sessions} sessions; tokens computed by a server: {fewest} to {most}")
+            print(f"all used after {took:.0f} s and {len(sessions)} sessions, for {fewest} to {most} tokens each")
             print(memory(groups))
-            # where spans lie crosswise, one may be on no short chain until all others are full
-            assert sum(count > 0 for count in counts.values()) >= SERVERS * 3 // 4, counts
             decoder.run(end())
         finally:
             decoder.close()
@@ -165,7 +181,7 @@ def used(groups: list[Many]) -> dict[str, int]:
     """How many tokens each server has computed, by its peer id."""
     counts: dict[str, int] = {}
     for group in groups:
-        group.ask("")
+        group.ask()
         counts.update(group.answer())
     return counts
 

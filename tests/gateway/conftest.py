@@ -65,24 +65,29 @@ def swarm(demo_model: ModelFiles, adapter: Path) -> Iterator[LocalSwarm]:
             f"noise={adapter}",
             "--metrics-port",
             "0",
+            "--log-json",
         ]
         with LocalSwarm("smollm2", [(0, 15), (15, 30)], options=options, nursery=nursery) as swarm:
             yield swarm
 
 
 @pytest.fixture(scope="session")
-def start(swarm: LocalSwarm) -> Iterator[Callable[..., Gateway]]:
+def start(swarm: LocalSwarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Gateway]]:
     """Starts a gateway with more options."""
     with contextlib.ExitStack() as ending:
 
         def start(model: str, *options: str) -> Gateway:
-            command = [sys.executable, "-m", "lilliput.cli", "api", model, "--port", "0", "--json", *options]
+            command = [sys.executable, "-m", "lilliput.cli", "api", model, "--port", "0", "--json", "--log-json"]
+            log = tmp_path_factory.mktemp("api") / "log"
             environment = {**os.environ, "LILLIPUT_PEERS": swarm.initial_peers[0], "HF_HUB_OFFLINE": "1"}
-            process = ending.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=environment))
+            with log.open("wb") as errors:
+                process = ending.enter_context(
+                    subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=errors, env=environment)
+                )
             ending.callback(process.terminate)
             assert process.stdout is not None
             facts = json.loads(process.stdout.readline())
-            return Gateway(facts["url"], facts["model"], process)
+            return Gateway(facts["url"], facts["model"], process, log)
 
         yield start
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 
@@ -17,6 +18,7 @@ class Gateway:
     url: str
     model: str
     process: subprocess.Popen[bytes]
+    log: Path
 
     def client(self, key: str = KEYS[0]) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)

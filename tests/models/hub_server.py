@@ -27,6 +27,7 @@ class Hub:
     :ivar cut: files whose connection breaks after so many bytes
     :ivar spoilt: files in which a byte arrives changed
     :ivar unreachable_after: so many GETs of cut files are answered, further ones with a hang-up
+    :ivar xet: says of weights that they are in its Xet storage, too, which it has not
     :ivar token: if set, who does not send it sees nothing
     """
 
@@ -34,6 +35,7 @@ class Hub:
     asked: list[tuple[str, tuple[int, int]]] = field(default_factory=list)
     cut: dict[str, int] = field(default_factory=dict)
     spoilt: set[str] = field(default_factory=set)
+    xet: bool = False
     token: str = ""
     unreachable_after: int | None = None
     port: int = 0
@@ -76,6 +78,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if file.name in self.hub.spoilt:
             content[-1] ^= 1
         headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes", "X-Repo-Commit": COMMIT}
+        if large and self.hub.xet:
+            headers |= {"X-Xet-Hash": etag, "X-Xet-Refresh-Route": f"http://127.0.0.1:{self.hub.port}/xet"}
         asked = _RANGE.fullmatch(self.headers.get("Range", ""))
         if not asked:
             begin, end, status = 0, len(content), 200

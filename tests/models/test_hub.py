@@ -94,9 +94,12 @@ def test_the_facts_come_from_headers(hub: Hub, tiny_llama: Path) -> None:
     assert not list(files.path.glob("*.safetensors"))
 
 
-def test_an_interrupted_download_goes_on_where_it_was(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("xet", [False, True])
+def test_an_interrupted_download_goes_on_where_it_was(hub: Hub, monkeypatch: pytest.MonkeyPatch, xet: bool) -> None:
     from huggingface_hub import constants
 
+    hub.xet = xet
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", xet)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # what arrives is kept in pieces of this size
     files = resolve(NAME, weights=False)
     shard = weight_files(files.path, (2, 3))[0]

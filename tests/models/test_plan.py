@@ -14,7 +14,8 @@ from packaging.version import Version
 from test_families import save_random
 
 from lilliput.engine.table import kept_tokens
-from lilliput.errors import ModelError
+from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models.experts import QuantizedExperts
 from lilliput.models.facts import BlockFacts, ModelFacts, describe
 from lilliput.models.paged_cache import Group
 from lilliput.models.plan import (
@@ -28,6 +29,7 @@ from lilliput.models.plan import (
     kept_share,
     working_bytes,
 )
+from lilliput.models.quantization import QuantizedModule
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.loading import _WINDOWED_STEP
@@ -45,6 +47,21 @@ def test_cache_and_weights_are_what_a_span_of_this_family_has(family: Family, tm
     assert {i: shape.window for i, shape in span.shapes.items()} == {i: facts.blocks[i].window for i in (1, 2)}
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
     assert sum(weights.values()) == sum(block_bytes(b, "float32") for b in facts.blocks[1:3])
+    if family.name == "gpt_oss" and Version(transformers.__version__) < Version("5"):
+        with pytest.raises(UnsupportedModel, match=r"GptOssExperts cannot be kept in int8"):
+            Span.load(files, 1, 3, dtype=torch.float32, quantize="int8")
+        return
+    span = Span.load(files, 1, 3, dtype=torch.float32, quantize="int8", fuse=False)
+    weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
+    codes = [module.layer for module in span._base.modules() if isinstance(module, QuantizedModule)]
+    codes += [layer for m in span._base.modules() if isinstance(m, QuantizedExperts) for layer in m.layers]
+    total = sum(weights.values()) + sum(layer.nbytes for layer in codes)
+    assert total == sum(block_bytes(b, "float32", "int8") for b in facts.blocks[1:3])
+    assert (sum(layer.nbytes for layer in codes) > 0.5 * total) == (family.name not in _TOO_NARROW)
+
+
+#: in its tiny configuration most layers have other widths than kernels take
+_TOO_NARROW = {"bloom, 6 heads"}
 
 
 BLOCK = BlockFacts(matrices=64_000, rows=640, others=100, read=64_000, largest=9_000, cache=128)
@@ -103,10 +120,23 @@ def test_which_blocks_have_windows(config: dict[str, object], slides: str) -> No
 
 
 def test_of_experts_only_the_chosen_are_read() -> None:
-    config = {"num_hidden_layers": 1, "hidden_size": 8, "num_experts": 4, "num_experts_per_tok": 1}
-    shapes = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (16, 8) for i in range(4)}
-    (block,) = describe("experts", config, {**shapes, "model.layers.0.mlp.gate.weight": (4, 8)}).blocks
-    assert (block.matrices, block.read) == (4 * 128 + 32, 128 + 32)
+    config = {"num_hidden_layers": 1, "hidden_size": 32, "num_experts": 4, "num_experts_per_tok": 1}
+    shapes = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": (16, 32) for i in range(4)}
+    shapes["model.layers.0.self_attn.q_proj.weight"] = (32, 32)
+    (block,) = describe("experts", config, {**shapes, "model.layers.0.mlp.gate.weight": (4, 32)}).blocks
+    assert (block.matrices, block.read, block.others) == (4 * 512 + 1024, 512 + 1024, 4 * 32)
+    assert block.largest == 4 * 512
+
+
+@pytest.mark.parametrize(("into", "out_of"), [((4, 96, 32), (4, 32, 48)), ((4, 32, 96), (4, 48, 32))])
+def test_experts_in_one_tensor_are_matrices_too_however_they_lie(
+    into: tuple[int, ...], out_of: tuple[int, ...]
+) -> None:
+    config = {"num_hidden_layers": 1, "hidden_size": 32}
+    shapes = {"model.layers.0.mlp.experts.gate_up_proj": into, "model.layers.0.mlp.experts.down_proj": out_of}
+    (block,) = describe("experts", config, shapes).blocks
+    # 48 inputs are no multiple of 32
+    assert (block.matrices, block.rows, block.others) == (4 * 96 * 32, 4 * 96, 4 * 32 * 48)
 
 
 def test_a_checkpoint_without_a_block_is_named() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -10,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from raw_client import Peer, Whole
 from transformers import AutoModelForCausalLM
 
-from lilliput import AutoDistributedModelForCausalLM
+from lilliput import AutoDistributedModelForCausalLM, Server
 from lilliput.cli.local_swarm import LocalSwarm
 from lilliput.cli.nursery import Nursery
 from lilliput.client.connection import Patience
@@ -94,3 +97,33 @@ def test_servers_cover_the_model_and_fill_a_hole(tiny_llama: Path, nursery: Nurs
             model.close()
         if talk.error is not None:
             raise talk.error
+
+
+def test_a_server_that_cannot_read_the_blocks_it_moves_to_goes_back(
+    tiny_llama: Path, whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "tiny"
+    AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).save_pretrained(
+        folder, max_shard_size="200KB"
+    )
+    files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    options: dict[str, Any] = {"dtype": "float32", "cache_tokens": 1024, "rebalance_seconds": 0.5}
+    mover = Server(str(folder), num_blocks=3, **options)
+    with caplog.at_level(logging.ERROR), mover:
+        assert mover.blocks == (0, 3)  # alone
+        damaged = folder / files["model.layers.4.mlp.up_proj.weight"]
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+        with Server(str(folder), (0, 3), initial_peers=mover.addresses, **options):
+            wait_for(lambda: "back to" in caplog.text)  # nobody serves blocks 3:6, and it tries to
+            wait_for(lambda: mover.service is not None)
+            (line,) = (r.getMessage() for r in caplog.records if r.name.startswith("lilliput"))
+            assert line.startswith("cannot move to blocks 3:6, so back to 0:3:")
+            assert damaged.name in line
+            peer = Peer(mover, whole)
+            try:
+                session = peer.session(0, 3)
+                session.go_on(20)
+                session.go_on()
+                session.bye()
+            finally:
+                peer.stop()

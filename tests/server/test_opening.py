@@ -54,6 +54,8 @@ def test_a_session_may_ask_for_everything_the_server_has(server: Server, peer: P
         ({"codec": "zip"}, BadRequest, "float16"),
         ({"adapter": "lora"}, MissingAdapter, "lora"),
         ({"prefix": b"x" * 17}, BadRequest, "keys"),
+        ({"request_id": "a\n12:00:00 I server: b"}, BadRequest, "request id"),
+        ({"request_id": "x" * 129}, BadRequest, "request id"),
         ({"prefix": b"x" * 16, "rows": 2}, BadRequest, "keys"),
     ],
 )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from raw_client import Peer, Whole, assert_nothing_left, service_of, serving, wait_until
+import torch
+from raw_client import HIDDEN, Peer, Whole, assert_nothing_left, service_of, serving, wait_until
 
 from lilliput.errors import Busy
 from lilliput.server.admission import Admission
@@ -63,8 +65,9 @@ def test_a_fixed_limit_holds_even_where_nobody_waits() -> None:
 
 def test_a_greedy_peer_keeps_its_share_and_eight_others_get_theirs(tiny_llama: Path, whole: Whole) -> None:
     """The greedy one has taken all 36 pages with long sessions before the others come; nine peers get 4 pages each."""
-    with serving(tiny_llama, cache_tokens=36 * 32, fair_seconds=0.0) as server:
-        admission = service_of(server).admission
+    rate, begun = 100_000, time.monotonic()
+    with serving(tiny_llama, cache_tokens=36 * 32, fair_seconds=0.0, peer_rate=rate) as server:
+        admission, counters = service_of(server).admission, service_of(server).engine.counters
         peers = [Peer(server, whole) for _ in range(9)]
         greedy, *others = peers
         try:
@@ -85,16 +88,28 @@ def test_a_greedy_peer_keeps_its_share_and_eight_others_get_theirs(tiny_llama: P
             for session in taken[:-2]:
                 assert isinstance(session.error(), Busy)
 
+            async def flood() -> None:
+                for number in range(100, 2100):
+                    step = pb.Message(step=pb.Step(step_id=number, start_position=0))
+                    await taken[-1].channel.send(step, {"hidden": torch.zeros(1, 64, HIDDEN)})
+
             def talk(number: int) -> None:
                 sessions[number].go_on(60)
                 for _ in range(5):
                     sessions[number].go_on()
 
+            before = counters.tokens
+            flooding = greedy.thread.submit(flood())
+            wait_until(lambda: counters.tokens > before)
             with ThreadPoolExecutor(len(others)) as pool:
                 list(pool.map(talk, range(len(others))))
-            for session in taken[-2:]:  # what is within its share was left alone, the last used first
-                session.go_on()
-            for session in (*sessions, *taken[-2:]):
+            assert not flooding.done()
+            its_bytes = (counters.tokens - before - len(others) * 65) * HIDDEN * 4
+            assert its_bytes <= rate * (2 + time.monotonic() - begun)
+            flooding.cancel()
+            taken.pop().close()  # with all that it has not taken yet
+            taken[-1].go_on()  # what is within its share was left alone, the last used first
+            for session in (*sessions, taken[-1]):
                 session.bye()
             assert_nothing_left(server)
         finally:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from lilliput.errors import LilliputError
-from lilliput.swarm.loop import LoopThread
+from lilliput.swarm.loop import LoopThread, uninterrupted
 
 
 @pytest.fixture
@@ -115,3 +115,17 @@ def test_the_interpreter_ends_quietly_with_a_loop_running() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
     assert time.monotonic() - begin < 20
+
+
+def test_what_clears_away_goes_on_when_it_is_interrupted() -> None:
+    """And the first interruption counts, when it is done."""
+    interruptions = [KeyboardInterrupt(), SystemExit(143)]
+
+    def wait(seconds: float) -> None:
+        assert 0 < seconds <= 60
+        if interruptions:
+            raise interruptions.pop(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(wait, 60.0)
+    assert not interruptions

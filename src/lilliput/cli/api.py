@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from lilliput.cli import process
+from lilliput.cli import logs, process
 from lilliput.cli.language_model import LanguageModel
-from lilliput.cli.logs import Verbose
-from lilliput.cli.options import InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
+from lilliput.cli.logs import LogJson, Verbose
+from lilliput.cli.options import Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import remark
 from lilliput.errors import LilliputError
 
@@ -29,6 +29,7 @@ def api(
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
+    audit: Audit = 0.0,
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
@@ -54,6 +55,7 @@ def api(
     json_line: Annotated[
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
+    log_json: LogJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Serve a model of a swarm over HTTP, as OpenAI's clients expect it, with a page to chat on."""
@@ -71,6 +73,7 @@ def api(
                 initial_peers,
                 swarm_key=swarm_key,
                 trusted_peers=trusted_peers or (),
+                audit=audit,
                 dtype=dtype,
                 revision=revision,
                 token=token,
@@ -78,6 +81,7 @@ def api(
                 notice=remark,
             )
         )
+        logs.take_over()
         from lilliput.gateway.app import make_app
         from lilliput.gateway.http_server import HttpServer
         from lilliput.gateway.places import Places

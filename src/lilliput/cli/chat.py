@@ -14,7 +14,7 @@ from lilliput.cli.answer import Answer
 from lilliput.cli.conversation import Conversation
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
+from lilliput.cli.options import Adapter, Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import Output, complain, remark
 from lilliput.errors import LilliputError
 
@@ -26,6 +26,7 @@ def chat(
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
+    audit: Audit = 0.0,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What the model is told first.", show_default="the model's own")
     ] = None,
@@ -49,6 +50,7 @@ def chat(
         initial_peers,
         swarm_key=swarm_key,
         trusted_peers=trusted_peers or (),
+        audit=audit,
         dtype=dtype,
         adapter=adapter,
         revision=revision,

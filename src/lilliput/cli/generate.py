@@ -13,7 +13,7 @@ from lilliput.cli import process, sampling
 from lilliput.cli.answer import Answer
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Adapter, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
+from lilliput.cli.options import Adapter, Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
 from lilliput.cli.output import Output, remark
 from lilliput.errors import BadRequest
 
@@ -26,6 +26,7 @@ def generate(
     initial_peers: InitialPeers = None,
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
+    audit: Audit = 0.0,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text.", show_default="standard input")
     ] = None,
@@ -60,6 +61,7 @@ def generate(
         initial_peers,
         swarm_key=swarm_key,
         trusted_peers=trusted_peers or (),
+        audit=audit,
         dtype=dtype,
         adapter=adapter,
         revision=revision,
@@ -100,6 +102,7 @@ def _facts(ids: list[int], answer: Answer, session: InferenceSession) -> dict[st
         "seconds_to_first": answer.seconds_to_first,
         "tokens_per_second": answer.tokens_per_second,
         "recoveries": [asdict(recovery) for recovery in session.recoveries],
+        "audits": asdict(session.audits),
     }
 
 

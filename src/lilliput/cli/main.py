@@ -8,6 +8,7 @@ Whatever a command raises ends here, as one line for a person.
 from __future__ import annotations
 
 import functools
+import logging
 import signal
 import sys
 import traceback
@@ -30,10 +31,12 @@ from lilliput.cli import (
     key,
     logs,
     plan,
+    process,
     route,
     serve,
     simulate,
     status,
+    trace,
 )
 from lilliput.errors import LilliputError
 
@@ -71,7 +74,10 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 def _fail(message: str) -> NoReturn:
     if logs.debugging():
         traceback.print_exc()
-    typer.secho(" ".join(message.split()), fg="red", err=True)
+    if logs.are_json():
+        logging.getLogger("lilliput").critical(message)
+    else:
+        typer.secho(" ".join(message.split()), fg="red", err=True)
     raise typer.Exit(1)
 
 
@@ -107,6 +113,7 @@ for _command in (
     generate.generate,
     status.status,
     route.route,
+    trace.trace,
     drain.drain,
     bootstrap.bootstrap,
     key.key,
@@ -130,6 +137,8 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        process.wind_up()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 #: a required MODEL where the command gives no default
 Model = Annotated[
@@ -42,8 +46,18 @@ TrustedPeers = Annotated[
     typer.Option(
         "--trusted-peers",
         metavar="PEER",
-        help="Only these peers compute the first and the last block, where text can be read; may be repeated.",
+        help="Only these peers compute the first and the last span, where text can be read; may be repeated.",
         show_default="any peer",
+    ),
+]
+Audit = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=1,
+        metavar="SHARE",
+        help="Have such a share of what servers return (as 0.01) computed by others, too; use none that lies.",
+        show_default="0, nothing",
     ),
 ]
 Host = Annotated[str, typer.Option(help="The address to listen on.")]
@@ -82,3 +96,12 @@ def listen_address(host: str, port: int) -> str:
     """As libp2p writes it."""
     kind = "ip6" if ":" in host else "ip4" if host.replace(".", "").isdecimal() else "dns"
     return f"/{kind}/{host}/tcp/{port}"
+
+
+def parse_size(text: str, option: str) -> int:
+    """`8GB`, `512MiB`, `1.5 G` in bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is not a size such as 8GB or 512MiB", param_hint=option)
+    return int(size)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Model, Revision, Token
+from lilliput.cli.options import Model, Revision, Token, parse_size
 from lilliput.cli.progress import drawn
 
 if TYPE_CHECKING:
     from lilliput.models.facts import ModelFacts
     from lilliput.models.plan import Estimate, Machine
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
 
 
 def plan(
@@ -44,7 +40,7 @@ def plan(
     verbose: Verbose = 0,
 ) -> None:
     """Say how much of a model fits a machine, and how many machines hold it. Fetches no weights, only their headers."""
-    size = parse_size(memory) if memory else None
+    size = parse_size(memory, "--memory") if memory else None
     from lilliput.models import machine as here
     from lilliput.models.plan import PRECISIONS, Machine, cache_share, estimate
     from lilliput.models.sources import resolve
@@ -79,15 +75,6 @@ def plan(
             typer.echo(f"Since some blocks keep their windows only, `serve --cache-tokens {needed}` is about enough.")
         if not bandwidth:
             typer.echo("The memory's speed was measured here, now; --bandwidth sets another.")
-
-
-def parse_size(text: str) -> int:
-    """`8GB`, `512MiB`, `1.5 G` in bytes."""
-    found = _SIZE.fullmatch(text.strip())
-    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is not an amount of memory such as 8GB or 512MiB", param_hint="--memory")
-    return int(size)
 
 
 def shown_size(size: float) -> str:

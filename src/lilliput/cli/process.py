@@ -60,10 +60,19 @@ def signals_noted() -> Iterator[list[int]]:
         yield came
 
 
+def wind_up() -> None:
+    """From now on signals do nothing: the process ends anyway, and what they raise would end as a traceback."""
+    for number in _signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _signals() -> list[int]:
+    return [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))]
+
+
 @contextlib.contextmanager
 def _handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    numbers = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None))]
-    usual = {number: signal.signal(number, handler) for number in numbers}
+    usual = {number: signal.signal(number, handler) for number in _signals()}
     try:
         yield
     finally:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lilliput.cli import process
-from lilliput.cli.logs import Verbose
+from lilliput.cli import logs, process
+from lilliput.cli.logs import LogJson, Verbose
 from lilliput.cli.options import (
     Announce,
     Host,
@@ -28,6 +28,7 @@ from lilliput.cli.options import (
     SwarmKeyFile,
     Token,
     listen_address,
+    parse_size,
 )
 from lilliput.cli.supervisor import Supervisor
 from lilliput.errors import LilliputError
@@ -107,6 +108,9 @@ def serve(
             help="Of the cache, at most so much for one peer. Where others wait, all get equal shares anyway.",
         ),
     ] = 1.0,
+    peer_rate: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes a second that one peer may send on average, as in 10MB.")
+    ] = "128MiB",
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="When told to leave, let sessions move to other servers for so long.")
     ] = 3.0,
@@ -120,6 +124,7 @@ def serve(
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+    log_json: LogJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Hold some blocks of a model and serve them to a swarm, until Ctrl-C (twice: at once)."""
@@ -129,6 +134,7 @@ def serve(
     if len(name) > _MOST_NAME:
         raise typer.BadParameter(f"{_MOST_NAME} characters are enough for a name", param_hint="--name")
     adapters = parse_adapters(adapter or ())
+    rate = parse_size(peer_rate, "--peer-rate")
     if metrics_port is not None and find_spec("prometheus_client") is None:
         raise LilliputError("`--metrics-port` needs prometheus-client: pip install 'lilliput[api]'")
     process.prepare()
@@ -141,6 +147,7 @@ def serve(
 
         with collector_paused():
             from lilliput.server.server import Server
+    logs.take_over()
     if supervisor:
         supervisor.stage("finding the swarm")
         initial_peers = supervisor.peers()
@@ -172,6 +179,7 @@ def serve(
                 adapters=adapters,
                 max_sessions_per_peer=peer_sessions,
                 peer_share=peer_share,
+                peer_rate=rate,
                 drain_seconds=drain_seconds,
                 num_blocks=num_blocks,
                 rebalance_seconds=rebalance_seconds,

@@ -12,16 +12,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from lilliput.client.audit import AuditCounts
 from lilliput.client.chain import Chain
 from lilliput.client.history import UNKNOWN, TokenHistory, for_all_rows
 from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.client.server_session import HopStats, QueueCallback
-from lilliput.client.step_trace import StepTrace, reported, trace
+from lilliput.client.step_trace import StepTrace
 from lilliput.client.tape import Part
 from lilliput.errors import BadRequest, TooLong, Unreachable
 from lilliput.wire.prefix import GRAIN, KEY_BYTES
+from lilliput.wire.request_id import checked
 
 
 class AsyncInferenceSession:
@@ -36,7 +38,7 @@ class AsyncInferenceSession:
     :param bid: a higher one stands earlier in the queues of full servers
     :param extend: ask for a longer session instead of raising `TooLong`
     :param on_queue: told about every change of place in a queue
-    :param request_id: stands in the logs of the servers; a step may bring another
+    :param request_id: stands in the servers' logs, by default the remote model's; a step may bring another
     :param on_step: told where the time of each step went
     """
 
@@ -63,7 +65,7 @@ class AsyncInferenceSession:
         #: identifies the session to its servers and in their logs
         self.session_id = secrets.token_bytes(8)
         self._on_queue = on_queue
-        self.request_id, self.on_step = request_id, on_step
+        self.request_id, self.on_step = checked(request_id or remote.request_id), on_step
         self._max_length = max_length
         self._position = 0
         self._rows = 0
@@ -129,6 +131,11 @@ class AsyncInferenceSession:
         return self._chain.recoveries
 
     @property
+    def audits(self) -> AuditCounts:
+        """What came of looking at what its servers returned, if the model is audited."""
+        return self._chain.audits.counts
+
+    @property
     def is_open(self) -> bool:
         return bool(self._chain.legs)
 
@@ -173,9 +180,16 @@ class AsyncInferenceSession:
         :param parents: new row i continues old row `parents[i]`; the number of rows may change
         :param start_position: forget what lies beyond, first
         :param prompts: `[blocks, rows, tokens, hidden]`, added before each block
+        :param request_id: from now on, for the servers' logs
         :returns: outputs of the last tokens, `[rows, n, hidden]` in the dtype of `hidden`; n = tokens unless `needed`
         """
+        asked, moves = time.perf_counter(), self._busy.locked()
         async with self._busy:
+            begun = time.perf_counter() if moves else asked
+            if request_id == self.request_id:
+                request_id = ""  # the servers know it
+            elif request_id:
+                self.request_id = self._chain.request_id = checked(request_id)
             if start_position is not None:
                 self.position = start_position
             if parents is not None:
@@ -183,9 +197,10 @@ class AsyncInferenceSession:
             rows, count = _checked(hidden, self._position, mask, position_ids)
             if prompts is not None:
                 tokens = None  # the values in the cache depend on more than the tokens
-            skipped = 0
+            skipped, opening = 0, 0.0
             if not self.is_open:
                 skipped = await self._open_for(hidden, tokens, count if needed is None else needed)
+                opening = time.perf_counter() - begun
             elif rows > self.max_rows:
                 raise BadRequest(f"{rows} rows in a session with room for {self.max_rows}")
             elif self._rows and rows != self._rows:
@@ -202,15 +217,16 @@ class AsyncInferenceSession:
             if not skipped:
                 chain.rewind(position)
             known = torch.full((rows, count), UNKNOWN) if tokens is None else tokens
-            named = request_id or self.request_id
-            whole = Part(hidden, position, mask, position_ids, prompts, self.start, max_length=longer, request_id=named)
-            begun_at, before = time.perf_counter(), reported(chain.legs) if self.on_step is not None else {}
+            whole = Part(
+                hidden, position, mask, position_ids, prompts, self.start, max_length=longer, request_id=request_id
+            )
+            recoveries = len(chain.recoveries)
             try:
                 if skipped:
                     self.history.append(known[:, :skipped])
-                    begun, whole = whole.split(skipped)
+                    cached, whole = whole.split(skipped)
                     known = known[:, skipped:]
-                    chain.have(begun)
+                    chain.have(cached)
                 outputs = await chain.run(whole, known)
             except BaseException:
                 self.history.crop(position)
@@ -218,7 +234,9 @@ class AsyncInferenceSession:
                 raise
             self._rows, self._position = rows, position + count
             if self.on_step is not None:
-                self.on_step(trace(count - skipped, time.perf_counter() - begun_at, chain.legs, before))
+                recovering = sum(recovery.seconds for recovery in chain.recoveries[recoveries:])
+                seconds = time.perf_counter() - asked
+                self.on_step(StepTrace(count - skipped, seconds, opening, begun - asked, recovering, chain.crossings))
             return outputs
 
     def reorder(self, parents: Sequence[int]) -> None:
@@ -237,7 +255,7 @@ class AsyncInferenceSession:
     async def restart(self, rows: int | None = None) -> None:
         """Give the caches back and begin anew: the next step opens the session again, with room for so many rows."""
         chain, self._chain = self._chain, self._new_chain(self.max_rows if rows is None else rows)
-        self._chain.recoveries = chain.recoveries
+        self._chain.recoveries, self._chain.audits.counts = chain.recoveries, chain.audits.counts
         self._position = self._rows = 0
         self._parents = None
         await chain.close()
@@ -259,6 +277,7 @@ class AsyncInferenceSession:
             max_rows=rows,
             bid=self.bid,
             session_id=self.session_id,
+            request_id=self.request_id,
             on_queue=self._on_queue,
         )
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
+from lilliput.client.audits import Audits, Convicted
 from lilliput.client.connection import Patience
 from lilliput.client.history import TokenHistory, for_all_rows
 from lilliput.client.leg import Leg, close_legs, open_legs
@@ -30,6 +32,7 @@ from lilliput.client.replay import Replay
 from lilliput.client.route import Hop
 from lilliput.client.run import Run, linked
 from lilliput.client.server_session import QueueCallback, Reply, ServerSession
+from lilliput.client.step_trace import Crossing
 from lilliput.client.tape import Part, Tape
 from lilliput.client.tasks import all_of
 from lilliput.errors import LilliputError, MissingBlocks, Unreachable
@@ -47,8 +50,10 @@ class Chain:
 
     :param busy: held while a step is under way
     :ivar max_length, max_rows: what the servers are asked for
+    :ivar request_id: for their logs
     :ivar tape: what they were sent
     :ivar recoveries: what happened to them so far
+    :ivar crossings: of the step that is under way, or was last
     """
 
     def __init__(
@@ -62,6 +67,7 @@ class Chain:
         max_rows: int,
         bid: float,
         session_id: bytes,
+        request_id: str = "",
         on_queue: QueueCallback | None,
     ) -> None:
         self.remote, self.start, self.end = remote, start, end
@@ -72,9 +78,11 @@ class Chain:
         self.replay = Replay(self)
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
+        self.crossings: list[Crossing] = []
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
+        self.request_id = request_id
         self.busy = busy
-        self.repair, self.moves = Repair(self), Moves(self)
+        self.repair, self.moves, self.audits = Repair(self), Moves(self), Audits(self)
         self._ids = itertools.count(1)
         self.closed = False
 
@@ -113,6 +121,7 @@ class Chain:
         self.closed = True
         legs, self.legs = self.legs, []
         self.moves.close()
+        self.audits.give_up()
         await asyncio.gather(*(leg.session.close() for leg in legs))
 
     async def hops(self, start: int, end: int, banned: set[str]) -> list[Hop]:
@@ -120,18 +129,25 @@ class Chain:
         return await self.remote.chain(start, end, banned=banned, pushes=self.remote.push)
 
     async def open_legs(
-        self, hops: Sequence[Hop], prefix: bytes, failed: set[str], patience: Patience | None = None
+        self,
+        hops: Sequence[Hop],
+        prefix: bytes,
+        failed: set[str],
+        patience: Patience | None = None,
+        max_length: int = 0,
     ) -> list[Leg]:
         """Sessions on these servers, standing at what they all have cached. Adds to `failed` who refused."""
         legs = await open_legs(
             replace(self.remote, patience=patience) if patience else self.remote,
             hops,
             failed,
-            max_length=self.max_length,
+            max_length=max_length or self.max_length,
             rows=self.max_rows,
             prefix=prefix,
             bid=self._bid,
             session_id=self._session_id,
+            request_id=self.request_id,
+            resumes=bool(self.legs),
             on_queue=self._on_queue,
             ids=self._ids,
         )
@@ -164,16 +180,43 @@ class Chain:
     async def run(self, step: Part, tokens: torch.Tensor) -> torch.Tensor:
         """A step, cut into parts, through the whole chain; returns its outputs, of the shape of its inputs."""
         self.repair.failures = 0
+        self.crossings = []
         parts = list(self._cut(step, tokens))
         for part in parts:
             self.tape.append(part)
-        if len(parts) == 1:
-            outputs = await self._pass(parts[0])
-        else:
-            tasks = [asyncio.create_task(self._pass(part)) for part in parts]
-            outputs = torch.cat(await all_of(tasks), dim=1)
+        while True:
+            try:
+                self.audits.check(self.legs)
+                outputs = await self._run(parts)
+                break
+            except Convicted as convicted:
+                await self._begin_again(convicted, step.begin)
+            finally:
+                self.audits.give_up()
         self.moves.look_around()
         return outputs
+
+    async def _run(self, parts: Sequence[Part]) -> torch.Tensor:
+        try:
+            if len(parts) == 1:
+                outputs = await self._pass(parts[0])
+            else:
+                tasks = [asyncio.create_task(self._pass(part)) for part in parts]
+                outputs = torch.cat(await all_of(tasks), dim=1)
+        except LilliputError:
+            await self.audits.settle()  # perhaps a server called wrong what a liar had made of it
+            raise
+        await self.audits.settle()
+        return outputs
+
+    async def _begin_again(self, convicted: Convicted, position: int) -> None:
+        """What later servers were sent came of a lie: all caches are made anew, from what the first server was sent."""
+        legs = list(self.legs)
+        await close_legs(legs)
+        for leg in legs:
+            leg.stand_at(position)
+        self.tape.keep_only([])
+        await self.repair.repair(legs, convicted.error, convicted.leg)
 
     def _cut(self, step: Part, tokens: torch.Tensor) -> Iterator[Part]:
         count, size = step.hidden.shape[1], self.part_tokens(step.rows, step.hidden)
@@ -210,12 +253,15 @@ class Chain:
                     continue
                 self.tape.write(block, part)
                 run = self._run_from(leg, part) if push else Run([leg])
+                sent = time.perf_counter()
                 reply = await run.compute(part)
+                self.crossings.append(run.crossing(reply, time.perf_counter() - sent))
             if not await self._settled(run.legs if reply.error else run.passed(reply), part):
                 for leg in run.legs:
                     leg.back_to(part.begin)
                 continue
             if reply.hidden is not None:
+                self.audits.draw(leg, part, reply.hidden)
                 block = self._move_on(run, reply, part)
                 part = replace(part, hidden=reply.hidden)
                 continue
@@ -277,19 +323,21 @@ class Chain:
         replayed: int,
         waited: int,
         moved: bool = False,
+        guilty: Leg | None = None,
     ) -> None:
-        """Put legs that have been fed in the place of others. The numbers are for the `Recovery`."""
+        """Put legs that have been fed in the place of others. The numbers are for the `Recovery`, as is the one of
+        them whose fault it is that all had to be replaced."""
         if self.closed:
             await close_legs(legs)
             raise _closed()
         first = self.legs.index(gone[0])
         self.legs[first : first + len(gone)] = legs
         self.tape.keep_only([] if self.remote.push else [leg.start for leg in self.legs])
-        peers = tuple(leg.hop.peer_id for leg in legs)
-        lost = gone[0].start, gone[-1].end, gone[0].hop.peer_id
-        recovery = Recovery(*lost, peers, why, seconds, replayed, waited, moved)
+        start, end = (guilty.start, guilty.end) if guilty else (gone[0].start, gone[-1].end)
+        peers = tuple(leg.hop.peer_id for leg in legs if leg.start < end and start < leg.end)
+        recovery = Recovery(start, end, (guilty or gone[0]).hop.peer_id, peers, why, seconds, replayed, waited, moved)
         self.recoveries.append(recovery)
-        logger.info("%s (%s)", recovery, why)
+        logger.info("%s (%s)", recovery, why, extra={"request_id": self.request_id})
         for leg in gone:
             leg.wake()
         await close_legs(gone)

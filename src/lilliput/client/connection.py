@@ -17,7 +17,7 @@ import torch
 
 from lilliput.client.costs import SESSION, RoundTripTimes, Use
 from lilliput.client.peer_stream import PeerStream
-from lilliput.client.route import NOT_GUARDED, Guarded, Hop, find_chain, missing_blocks, usable
+from lilliput.client.route import Guard, Hop, find_chain, missing_blocks, usable
 from lilliput.errors import LilliputError, MissingAdapter, MissingBlocks, ModelError, RequestError, Unreachable
 from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
@@ -89,6 +89,8 @@ class Connection:
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._round_trips: RoundTrips | None = None
         self._banned: dict[str, float] = {}
+        #: peers that were found out, which nobody uses any more
+        self.convicted: set[str] = set()
         self._unlinked: dict[tuple[str, str], float] = {}
         self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
@@ -150,9 +152,9 @@ class Connection:
         banned: Collection[str] = frozenset(),
         use: Use = SESSION,
         pushes: bool = False,
-        guarded: Guarded = NOT_GUARDED,
+        guard: Guard | None = None,
     ) -> list[Hop]:
-        """A chain of servers for blocks `[start, end)`; `use`, `pushes` and `guarded` as of `find_chain`.
+        """A chain of servers for blocks `[start, end)`; `use`, `pushes` and `guard` as of `find_chain`.
 
         :param adapter: only servers that announce it; empty: any
 
@@ -166,18 +168,17 @@ class Connection:
             # who has joined lately is worth waiting for where nobody else would do
             within = FIRST_PING_SECONDS if missing_blocks(known, start, end) else 0.0
             ways = await self.round_trips(records, within=within)
-            return find_chain(
-                records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guarded=guarded
-            )
+            return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guard=guard)
 
-        avoid = self.banned() | set(banned)
+        banned = self.convicted | set(banned)
+        avoid = self.banned() | banned
         try:
             return await cheapest(_same_model(await self.records(model), fingerprint), avoid)
         except MissingBlocks:
             pass
         # perhaps someone has joined since, and better someone who failed us lately than nobody
         records = _same_model(await self.records(model, fresh=True), fingerprint)
-        for passed_over in (avoid, set(banned)):
+        for passed_over in (avoid, banned):
             try:
                 return await cheapest(records, passed_over)
             except MissingBlocks as e:
@@ -194,6 +195,10 @@ class Connection:
     def ban(self, peer_id: str) -> None:
         """Pass a peer over for a while: it did not do what it said it would."""
         self._banned[peer_id] = time.monotonic() + BAN_SECONDS
+
+    def convict(self, peer_id: str) -> None:
+        """Never use a peer again: it was found to return what is wrong."""
+        self.convicted.add(peer_id)
 
     def banned(self) -> set[str]:
         now = time.monotonic()

@@ -8,9 +8,10 @@ states have come back. This is what a gateway needs, and what `lilliput bench` m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +39,23 @@ class _Due:
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[tuple[int, torch.Tensor]]
     arrived: float
+    #: when the model's ends began to compute, and were done (the time is `time.monotonic`'s)
+    begun: float = 0.0
+    done: float = 0.0
+
+
+@dataclass(frozen=True)
+class EndsTime:
+    """What the model's ends took of a token, here, in seconds.
+
+    :ivar embedding: the prompt; of a token it is computed with the one before
+    :ivar waiting: for streams that go on together with this one, or for the thread that computes
+    :ivar computing: the head and the choice, for all that go on together
+    """
+
+    embedding: float
+    waiting: float
+    computing: float
 
 
 def seconds_to_wait(arrived: float, flying: Collection[float], *, cycle: float, stages: int, now: float) -> float:
@@ -100,12 +118,14 @@ class Decoder:
         stop_ids: Collection[int] = (),
         session: AsyncInferenceSession | None = None,
         bid: float = 0.0,
+        on_ends: Callable[[EndsTime], None] | None = None,
     ) -> AsyncIterator[int]:
         """The answer's tokens, one after another, `stop_ids` not among them. Runs on the connection's loop.
 
         :param input_ids: the prompt
         :param sampler: how to pick a token; default: the likeliest
         :param session: one that stands before the first of `input_ids`; by default one for this stream, closed with it
+        :param on_ends: told with each token, `stop_ids` among them, what it took here
         """
         if not input_ids:
             raise BadRequest("an empty prompt; begin with the model's first token")
@@ -116,11 +136,17 @@ class Decoder:
         try:
             ids = list(input_ids)
             tokens = torch.tensor([ids])
+            begun = time.monotonic()
             hidden = await asyncio.to_thread(self._embed, tokens)
+            embedding = time.monotonic() - begun
             hidden = await session.step(hidden, tokens=tokens, needed=1)
             self._stages = len(session.hops) + 1
             for number in range(max_new_tokens):
-                token, embedded = await self._next(key, hidden[:, -1:], ids, sampler)
+                due = self._next(key, hidden[:, -1:], ids, sampler)
+                token, embedded = await due.future
+                if on_ends is not None:
+                    on_ends(EndsTime(embedding, due.begun - due.arrived, due.done - due.begun))
+                embedding = 0.0
                 if token in stop_ids:
                     return
                 ids.append(token)
@@ -133,9 +159,7 @@ class Decoder:
             if own:
                 await session.close()
 
-    def _next(
-        self, key: int, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None
-    ) -> asyncio.Future[tuple[int, torch.Tensor]]:
+    def _next(self, key: int, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None) -> _Due:
         loop, now = asyncio.get_running_loop(), time.monotonic()
         due = _Due(hidden, ids, sampler, loop, loop.create_future(), now)
         with self._arrived:
@@ -143,7 +167,7 @@ class Decoder:
                 self._cycle += (now - left - self._cycle) * (_CYCLE_WEIGHT if self._cycle else 1.0)
             self._due.append(due)
             self._arrived.notify()
-        return due.future
+        return due
 
     # ---- the decoder's thread ----
 
@@ -165,10 +189,14 @@ class Decoder:
                 wave, self._due = [due for due in self._due if not due.future.done()], []
             if not wave:  # nobody waits any more
                 continue
+            begun = time.monotonic()
             try:
                 results = self._compute(wave)
             except Exception as e:
                 results = [e] * len(wave)
+            done = time.monotonic()
+            for due in wave:
+                due.begun, due.done = begun, done
             for loop in {due.loop for due in wave}:
                 mine = [(due.future, result) for due, result in zip(wave, results, strict=True) if due.loop is loop]
                 loop.call_soon_threadsafe(_resolve, mine)
@@ -180,12 +208,13 @@ class Decoder:
             logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
         tokens = logits.argmax(-1)
         failed: dict[int, Exception] = {}  # one stream's sampler is no concern of the others
-        for row, due in enumerate(wave):
-            if due.sampler is not None:
-                try:
-                    tokens[row] = due.sampler(due.ids, logits[row].float())
-                except Exception as e:
-                    failed[row] = e
+        with _one_thread():
+            for row, due in enumerate(wave):
+                if due.sampler is not None:
+                    try:
+                        tokens[row] = due.sampler(due.ids, logits[row].float())
+                    except Exception as e:
+                        failed[row] = e
         embedded = self._embed(tokens[:, None]).split(1)
         return [failed.get(row) or result for row, result in enumerate(zip(tokens.tolist(), embedded, strict=True))]
 
@@ -201,6 +230,18 @@ class Decoder:
         with self._model._gate.answering(look):
             self._model.base_model(input_ids=tokens, use_cache=False)
         return seen[0]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For small operations. Threads that share one wait for each other at its end, for milliseconds if the cores have
+    other work: several times as long as one thread takes for all of it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:

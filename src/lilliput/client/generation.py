@@ -56,6 +56,7 @@ class DistributedMixin:
         rows: int = 1,
         bid: float = 0.0,
         on_queue: QueueCallback | None = None,
+        request_id: str = "",
     ) -> InferenceSession:
         """Attention caches in the swarm that stay between calls of generate(). Use it with `with`.
 
@@ -63,11 +64,12 @@ class DistributedMixin:
         :param rows: sequences at once: batch x beams. generate() makes it more when it needs more.
         :param bid: a higher one stands earlier in the queues of full servers
         :param on_queue: called with a hop and a server's `Info` at every change of place in a queue
+        :param request_id: stands in the logs of the servers: 1 to 128 letters, digits or any of . _ ~ : / + = @ -
 
         The servers are asked for room at the first step. Raises `MissingBlocks` at once if blocks are not served.
         """
         self._shared.run(self._remote_model.chain(0, self._remote_model.blocks))
-        return self._session(max_length, rows=rows, bid=bid, on_queue=on_queue)
+        return self._session(max_length, rows=rows, bid=bid, on_queue=on_queue, request_id=request_id)
 
     def close(self) -> None:
         """End the connection to the swarm, unless another model of this process uses it."""

@@ -21,8 +21,9 @@ class TokenHistory:
     A key equals `wire.prefix.prefix_keys` of the row. From the first unknown token on, a row has no keys.
     """
 
-    def __init__(self, salt: bytes) -> None:
-        self._root = hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
+    def __init__(self, salt: bytes | None) -> None:
+        """:param salt: what the keys begin with; None: there are none"""
+        self._root = None if salt is None else hashlib.blake2b(salt, digest_size=KEY_BYTES).digest()
         self._tokens = torch.empty(0, 0, dtype=torch.int64)
         self._keys: list[list[bytes]] = []
         self._length = 0
@@ -114,8 +115,10 @@ class TokenHistory:
         return parents.tolist(), int(best.min())
 
     @staticmethod
-    def _chain(key: bytes, tokens: torch.Tensor) -> list[bytes]:
+    def _chain(key: bytes | None, tokens: torch.Tensor) -> list[bytes]:
         keys: list[bytes] = []
+        if key is None:
+            return keys
         numbers = tokens.tolist()
         for start in range(0, len(numbers), GRAIN):
             grain = numbers[start : start + GRAIN]

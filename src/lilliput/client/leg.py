@@ -89,6 +89,8 @@ async def open_legs(
     prefix: bytes,
     bid: float,
     session_id: bytes,
+    request_id: str,
+    resumes: bool,
     on_queue: QueueCallback | None,
     ids: Iterator[int],
 ) -> list[Leg]:
@@ -105,6 +107,8 @@ async def open_legs(
                 prefix=prefix,
                 bid=bid,
                 session_id=session_id,
+                request_id=request_id,
+                resumes=resumes,
                 on_queue=on_queue,
             )
         except LilliputError as e:

@@ -42,6 +42,8 @@ class AutoDistributedModelForCausalLM:
         prefix_secret: str | None = None,
         replay_bytes: int = REPLAY_BYTES,
         push: bool = True,
+        audit: float = 0.0,
+        request_id: str = "",
         progress: Progress = silent,
     ) -> Any:
         """Hugging Face's own model class, with embedding, norm and head here and all blocks in the swarm.
@@ -55,8 +57,8 @@ class AutoDistributedModelForCausalLM:
         :param model: a name, folder or hub id, as for the servers; the ends of the model are loaded from its files
         :param initial_peers: full addresses of peers of the swarm, such as the servers print
         :param swarm_key: of a private swarm, or the file that holds it
-        :param trusted_peers: ids or addresses of peers that alone may compute the first and the last block, where text
-            can be read; default: any server may
+        :param trusted_peers: ids or addresses of peers that alone may compute the first and the last block, and from
+            these on whatever they hold: there text can be read; default: any server may
         :param dtype: of the ends and of what is sent ("float32", torch.bfloat16, ...); default: the checkpoint's
         :param adapter: the name of an adapter that the servers have
         :param codec: how hidden states travel: none, float16, bfloat16, int8
@@ -66,6 +68,10 @@ class AutoDistributedModelForCausalLM:
         :param replay_bytes: without push, memory of each session for hidden states between servers, kept in case that
             one fails; what is not kept, the other servers compute again then
         :param push: servers send outputs straight to the next server, where they can reach it, instead of through here
+        :param audit: the share of what each server returns in sessions that is computed once more by another one;
+            who is found to return something else is not used any more. Turns `push`, and the reuse of cached prefixes
+            between sessions, off.
+        :param request_id: stands in the servers' logs beside what is done for this model; a session may bring another
 
         Raises `ModelError`, `BadRequest`, `Unreachable` (no peer answers), or `MissingBlocks`.
         """
@@ -87,8 +93,10 @@ class AutoDistributedModelForCausalLM:
                 patience=patience or Patience(),
                 prefix_secret=prefix_secret,
                 replay_bytes=replay_bytes,
-                push=push,
+                push=push and not audit,
                 trusted_peers=trusted,
+                audit=audit,
+                request_id=request_id,
             )
             distributed = _load(files, remote, shared, dtype)
             _await_blocks(remote, shared, wait)

@@ -11,8 +11,9 @@ from hivemind.p2p import PeerID
 
 from lilliput.client.connection import Connection, Patience
 from lilliput.client.costs import SESSION, Use
-from lilliput.client.route import Guarded, Hop, missing_blocks, usable
+from lilliput.client.route import Guard, Hop, missing_blocks, usable
 from lilliput.errors import BadRequest
+from lilliput.wire.request_id import checked
 from lilliput.wire.tensors import check_codec
 
 #: by default no other process can name the prefixes of this one
@@ -43,15 +44,26 @@ class RemoteModel:
     #: of each session, for hidden states between servers that are kept in case that one of them fails
     replay_bytes: int = REPLAY_BYTES
     push: bool = True
-    #: peers that alone may compute the first and the last block of the model, where text can be read; None: any may
+    #: peers that alone may compute the ends of the model, where text can be read (see `route.Guard`); None: any may
     trusted_peers: frozenset[str] | None = None
+    #: the share of what each server returns that is computed once more by another one; more than 0 needs `push=False`
+    audit: float = 0.0
+    #: for the servers' logs, of what brings no id of its own
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
+        checked(self.request_id)
+        if not 0 <= self.audit <= 1:
+            raise BadRequest(f"audit is a share of what servers return, from 0 to 1, not {self.audit}")
+        if self.audit and self.push:
+            raise BadRequest("what servers push to one another cannot be audited: audit needs push=False")
 
     @property
-    def salt(self) -> bytes:
-        """What the keys of this model's prefixes begin with."""
+    def salt(self) -> bytes | None:
+        """What the keys of this model's prefixes begin with; None if they have no keys."""
+        if self.audit:
+            return None  # what servers computed in other sessions may have come of a lie
         secret = _PROCESS_SECRET if self.prefix_secret is None else self.prefix_secret.encode()
         parts = (self.name.encode(), self.fingerprint.encode(), self.adapter.encode(), secret)
         return hashlib.blake2b(b"".join(len(part).to_bytes(4, "big") + part for part in parts)).digest()
@@ -67,9 +79,9 @@ class RemoteModel:
         return sorted(name for name in names if not lacking(name))
 
     @property
-    def guarded(self) -> Guarded:
-        """Which blocks may be computed by whom only."""
-        return {} if self.trusted_peers is None else dict.fromkeys((0, self.blocks - 1), self.trusted_peers)
+    def guard(self) -> Guard | None:
+        """By whom alone the ends of the model may be computed."""
+        return None if self.trusted_peers is None else Guard(self.trusted_peers, self.blocks)
 
     async def chain(
         self,
@@ -90,7 +102,7 @@ class RemoteModel:
             banned=banned,
             use=use,
             pushes=pushes,
-            guarded=self.guarded,
+            guard=self.guard,
         )
 
 

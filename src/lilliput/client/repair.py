@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from lilliput.client.leg import Leg
 from lilliput.client.recovery import why_nobody
-from lilliput.errors import CacheFull, LilliputError, MissingBlocks, SessionExpired, Unreachable
+from lilliput.errors import CacheFull, LilliputError, MissingBlocks, SessionExpired, Unreachable, WrongAnswer
 
 if TYPE_CHECKING:
     from lilliput.client.chain import Chain
@@ -37,8 +37,10 @@ class Repair:
             if leg in self._chain.legs:
                 await self.repair(self._gone_with(leg), error)
 
-    async def repair(self, gone: list[Leg], error: LilliputError) -> None:
+    async def repair(self, gone: list[Leg], error: LilliputError, guilty: Leg | None = None) -> None:
         """Put others in the place of legs that failed. Raises `error`, `MissingBlocks` or `Busy` if nobody can.
+
+        :param guilty: the one whose fault it is that all of them have to be replaced; default: the first
 
         A leg whose server only has no room to let the session grow is not lost: it is replaced if others have room at
         once, and nobody is waited for.
@@ -55,7 +57,7 @@ class Repair:
             raise error
         begun, length = time.monotonic(), gone[0].answered
         failed: dict[str, float] = {}
-        if not isinstance(error, SessionExpired):  # that one has only forgotten us
+        if not isinstance(error, SessionExpired | WrongAnswer):  # that one has only forgotten us; a liar is known
             failed.update((lost.hop.peer_id, begun) for lost in gone)
         if isinstance(error, Unreachable):
             for lost in gone:
@@ -80,7 +82,9 @@ class Repair:
                 if isinstance(e, MissingBlocks):
                     await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         seconds = time.monotonic() - begun
-        await chain.take_over(gone, legs, str(error), seconds=seconds, replayed=replayed, waited=replayed)
+        await chain.take_over(
+            gone, legs, str(error), seconds=seconds, replayed=replayed, waited=replayed, guilty=guilty
+        )
 
     def _gone_with(self, leg: Leg) -> list[Leg]:
         """The leg and those next to it that failed too, as far as no part is between them."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lilliput.client.history import TokenHistory
 from lilliput.client.leg import Leg, close_legs
 from lilliput.client.run import compute
 from lilliput.client.tape import Mark
@@ -30,18 +31,25 @@ class Replay:
         self._chain = chain
 
     async def feed(
-        self, legs: list[Leg], length: int, mark: Mark | None = None, *, failed: set[str] | None = None
+        self,
+        legs: list[Leg],
+        length: int,
+        mark: Mark | None = None,
+        *,
+        failed: set[str] | None = None,
+        names: TokenHistory | None = None,
     ) -> int:
         """Bring new legs to `length`; returns the tokens per row that they computed. If they fail, they are closed.
 
         :param mark: of the tape now, if steps go on meanwhile: stop at a token that is not on it any more
         :param failed: gets the peers that failed
+        :param names: by which the servers may find what they are fed; default: the chain's tokens
         """
         try:
             block, at = legs[0].start, min(leg.answered for leg in legs)
             if not self._chain.tape.knows(block, at, length):
                 await self._make_again(block, at)
-            await self._play(legs, at, length, mark)
+            await self._play(legs, at, length, mark, names=names)
             return min(leg.answered for leg in legs) - at
         except BaseException:
             if failed is not None:
@@ -50,10 +58,17 @@ class Replay:
             raise
 
     async def _play(
-        self, legs: list[Leg], begin: int, end: int, mark: Mark | None = None, *, keep_outputs: bool = False
+        self,
+        legs: list[Leg],
+        begin: int,
+        end: int,
+        mark: Mark | None = None,
+        *,
+        keep_outputs: bool = False,
+        names: TokenHistory | None = None,
     ) -> None:
         """Send what is on the tape through legs that follow one another."""
-        tape, history = self._chain.tape, self._chain.history
+        tape, history = self._chain.tape, names or self._chain.history
         stopped = False
 
         async def through(begin: int, end: int, rows: int) -> None:
@@ -69,7 +84,7 @@ class Replay:
             for leg in legs:
                 while leg.sent != begin:
                     await leg.changed()
-                if leg is not legs[0] and (mark is None or tape.kept(mark) >= end):
+                if leg is not legs[0] and names is None and (mark is None or tape.kept(mark) >= end):
                     tape.write(leg.start, part)
                 part = replace(part, hidden=await compute(leg, part))
             if keep_outputs:

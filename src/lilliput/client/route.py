@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,9 +27,20 @@ _CLIENT = -1
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
 
-#: blocks that only some peers may compute, by the block's number
-Guarded = Mapping[int, Collection[str]]
-NOT_GUARDED: Guarded = {}
+
+@dataclass(frozen=True)
+class Guard:
+    """Only these peers compute the ends of a model with so many blocks, where text can be read: the first block and the
+    last one in any case, and beyond them, from either end, whatever these peers hold."""
+
+    peers: Collection[str]
+    blocks: int
+
+    def within(self, records: Sequence[ServerRecord]) -> set[int]:
+        """The blocks that they alone compute, of what these servers hold."""
+        held = {block for r in records if r.peer_id in self.peers for block in range(r.start, r.end)}
+        missing = [block for block in range(self.blocks) if block not in held] or [self.blocks]
+        return {0, self.blocks - 1, *range(missing[0]), *range(missing[-1] + 1, self.blocks)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +101,7 @@ def find_chain(
     round_trips: RoundTripTimes | None = None,
     use: Use = SESSION,
     pushes: bool = False,
-    guarded: Guarded = NOT_GUARDED,
+    guard: Guard | None = None,
 ) -> list[Hop]:
     """The cheapest chain of servers for blocks `[start, end)`; the one with fewest hops among equals.
 
@@ -100,14 +111,16 @@ def find_chain(
     :param round_trips: from this client to the servers, as far as they were measured
     :param use: what counts how much
     :param pushes: servers send what they computed straight to the next one; without, everything returns to the client
-    :param guarded: only these peers compute these blocks
+    :param guard: only some peers compute the ends of the model
 
     Raises `MissingBlocks` naming the spans that nobody holds.
     """
     if not start < end:
         raise ValueError(f"an empty run of blocks: {start}:{end}")
-    candidates = [r for r in records if usable(r, banned) and r.start < end and r.end > start]
-    _check_covered(candidates, start, end, guarded)
+    records = [r for r in records if usable(r, banned)]
+    candidates = [r for r in records if r.start < end and r.end > start]
+    _check_covered(candidates, start, end, guard)
+    guarded = guard.within(records) if guard else set()
     starts, ends = np.array([(r.start, r.end) for r in candidates]).T
     once = np.array([entry_seconds(r) for r in candidates])
     per_block = np.array([block_seconds(r, use) for r in candidates])
@@ -119,8 +132,8 @@ def find_chain(
     came = np.full((end - start, len(candidates)), _CLIENT)
     for block in range(start, end):
         (here,) = np.nonzero((starts <= block) & (ends > block))
-        if block in guarded:
-            here = np.array([i for i in here if candidates[i].peer_id in guarded[block]])
+        if guard and block in guarded:
+            here = np.array([i for i in here if candidates[i].peer_id in guard.peers])
         before, origin = legs.into(inside, here) if block > start else (legs.first[here], np.full(len(here), _CLIENT))
         entering, staying = before + once[here], inside[here]
         enters = entering < staying
@@ -217,12 +230,14 @@ def missing_blocks(records: Sequence[ServerRecord], start: int, end: int) -> lis
     return missing
 
 
-def _check_covered(records: Sequence[ServerRecord], start: int, end: int, guarded: Guarded) -> None:
+def _check_covered(records: Sequence[ServerRecord], start: int, end: int, guard: Guard | None) -> None:
     if missing := missing_blocks(records, start, end):
         spans = ", ".join(f"{a}:{b}" for a, b in missing)
         raise MissingBlocks(f"no server holds blocks {spans}", tuple(missing))
-    for block, peers in guarded.items():
-        if start <= block < end and not any(r.start <= block < r.end and r.peer_id in peers for r in records):
-            names = ", ".join(sorted(peer[-8:] for peer in peers))
+    if guard is None:
+        return
+    for block in (0, guard.blocks - 1):
+        if start <= block < end and not any(r.start <= block < r.end and r.peer_id in guard.peers for r in records):
+            names = ", ".join(sorted(peer[-8:] for peer in guard.peers))
             text = f"no trusted peer ({names}) serves block {block}, and no other may: blocks {block}:{block + 1}"
             raise MissingBlocks(text, ((block, block + 1),))

@@ -10,9 +10,13 @@ import torch
 
 from lilliput.client.leg import Leg
 from lilliput.client.server_session import Reply
+from lilliput.client.step_trace import Crossing, HopTime
 from lilliput.client.tape import Part
 from lilliput.errors import Unreachable
 from lilliput.wire import lilliput_pb2 as pb
+
+#: no server has had a step for so long (milliseconds)
+_MOST_MS = 1e9
 
 
 class Run:
@@ -58,6 +62,15 @@ class Run:
             return Reply(reply.session, error=Unreachable(f"server {reply.session.hop} returned {error}"))
         return replace(reply, hidden=reply.hidden.to(part.hidden.dtype))
 
+    def crossing(self, reply: Reply, seconds: float) -> Crossing:
+        """What is known about where the time until this reply went."""
+        if reply.own is None:
+            return Crossing(seconds, ())
+        passed, own = self.passed(reply), reply.own
+        timings = [*reply.before, *[pb.Timing()] * len(passed)][: len(passed) - 1]
+        timings.append(pb.Timing(queued_ms=own.queued_ms, compute_ms=own.compute_ms))
+        return Crossing(seconds, tuple(map(_hop_time, passed, timings)))
+
     def passed(self, reply: Reply) -> list[Leg]:
         """The legs up to the one that the reply is from."""
         sessions = [leg.session for leg in self.legs]
@@ -75,6 +88,12 @@ async def compute(leg: Leg, part: Part) -> torch.Tensor:
     leg.answered = part.end
     leg.wake()
     return reply.hidden
+
+
+def _hop_time(leg: Leg, spent: pb.Timing) -> HopTime:
+    times = spent.queued_ms, spent.compute_ms, spent.there_and_back_ms
+    seconds = (time / 1e3 if 0 <= time < _MOST_MS else 0.0 for time in times)  # servers may say what they like
+    return HopTime(leg.hop.peer_id, leg.start, leg.end, *seconds)
 
 
 def _wrong(hidden: torch.Tensor, part: Part) -> str | None:

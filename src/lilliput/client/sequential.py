@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Coroutine, MutableSequence, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,14 +14,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from lilliput.client.connection import Patience, SharedConnection
-from lilliput.client.costs import PASSES
+from lilliput.client.passes import Extras, Pass, PassLeg
+from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel, trusted_set
-from lilliput.client.route import Hop
 from lilliput.client.tasks import all_of
-from lilliput.errors import BadRequest, LilliputError, MissingBlocks, Unreachable
+from lilliput.errors import BadRequest
 from lilliput.swarm.membership import SwarmKey
-from lilliput.wire import lilliput_pb2 as pb
-from lilliput.wire.protocol import BACKWARD, FORWARD
 
 T = TypeVar("T")
 
@@ -30,129 +28,13 @@ _PART_TOKENS = 1024
 _PART_BYTES = 32 << 20
 #: parts that are on their way at once
 _PARTS_AT_ONCE = 8
-
-
-@dataclass(frozen=True)
-class _Extras:
-    """What goes along with the hidden states of one part. Shapes as in `lilliput.proto`."""
-
-    start: int
-    mask: torch.Tensor | None = None
-    position_ids: torch.Tensor | None = None
-    prompts: torch.Tensor | None = None
-
-    def of(self, hop: Hop) -> dict[str, torch.Tensor]:
-        prompts = None if self.prompts is None else self.prompts[hop.start - self.start : hop.end - self.start]
-        tensors = {"mask": self.mask, "position_ids": self.position_ids, "prompts": prompts}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-    def rows(self, begin: int, end: int) -> _Extras:
-        mask = self.mask if self.mask is None or self.mask.shape[0] == 1 else self.mask[begin:end]
-        ids = None if self.position_ids is None else self.position_ids[begin:end]
-        return _Extras(self.start, mask, ids, None if self.prompts is None else self.prompts[:, begin:end])
-
-
-@dataclass(frozen=True)
-class _Leg:
-    """One server's share of a forward pass, with the inputs it had: all that its backward pass needs."""
-
-    hop: Hop
-    inputs: torch.Tensor
-
-
-class _Pass:
-    """Forward and backward of one part of a batch through whatever servers there are.
-
-    When a server fails, the others are asked; `patience.attempts` bounds how often.
-    """
-
-    def __init__(self, remote: RemoteModel, extras: _Extras) -> None:
-        self._remote, self._extras = remote, extras
-        self._failures = 0
-        self._banned: set[str] = set()
-        self._last_error: LilliputError | None = None
-
-    async def forward(self, hidden: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, list[_Leg]]:
-        legs: list[_Leg] = []
-        while start < end:
-            for hop in await self._chain(start, end):
-                try:
-                    output = await self._ask(hop, FORWARD, {"hidden": hidden})
-                except LilliputError as e:
-                    self._failed(hop, e)
-                    break
-                legs.append(_Leg(hop, hidden))
-                hidden, start = output, hop.end
-        return hidden, legs
-
-    async def backward(self, legs: list[_Leg], grad: torch.Tensor) -> torch.Tensor:
-        for leg in reversed(legs):
-            grad = await self._backward_leg(leg, grad)
-        return grad
-
-    async def _backward_leg(self, leg: _Leg, grad: torch.Tensor) -> torch.Tensor:
-        hop = leg.hop
-        while True:
-            if hop.peer_id in self._banned:
-                chain = await self._chain(hop.start, hop.end)
-                if len(chain) > 1:  # its blocks are spread over several servers now: their inputs have to be made first
-                    _, legs = await self.forward(leg.inputs, hop.start, hop.end)
-                    return await self.backward(legs, grad)
-                hop = chain[0]
-            try:
-                return await self._ask(hop, BACKWARD, {"hidden": leg.inputs, "grad": grad})
-            except LilliputError as e:
-                self._failed(hop, e)
-
-    async def _chain(self, start: int, end: int) -> list[Hop]:
-        try:
-            return await self._remote.chain(start, end, banned=self._banned, use=PASSES)
-        except MissingBlocks as e:
-            raise self._last_error or e from None
-
-    async def _ask(self, hop: Hop, call: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        remote = self._remote
-
-        def question() -> pb.Message:
-            body: dict[str, Any] = {
-                "model": remote.name,
-                "start": hop.start,
-                "end": hop.end,
-                "adapter": remote.adapter,
-                "codec": remote.codec,
-            }
-            return (
-                pb.Message(forward=pb.Forward(**body)) if call == FORWARD else pb.Message(backward=pb.Backward(**body))
-            )
-
-        answer = await remote.connection.ask(
-            hop.peer_id,
-            call,
-            question,
-            {**tensors, **self._extras.of(hop)},
-            codec=remote.codec,
-            patience=remote.patience,
-        )
-        output = answer.get("hidden" if call == FORWARD else "grad")
-        hidden = tensors["hidden"]
-        if output is None or output.shape != hidden.shape:
-            raise Unreachable(f"server {hop} returned something else than was asked for", hop.peer_id)
-        return output.to(hidden.dtype)
-
-    def _failed(self, hop: Hop, error: LilliputError) -> None:
-        error.args = (f"server {hop}: {error}", *error.args[1:])
-        self._failures += 1
-        if not error.retry_elsewhere or self._failures >= self._remote.patience.attempts:
-            raise error
-        self._last_error = error
-        self._banned.add(hop.peer_id)
-        if isinstance(error, Unreachable):
-            self._remote.connection.ban(hop.peer_id)
+#: of the servers that others took the places of, the last so many are remembered
+_RECOVERIES = 1000
 
 
 class _RemoteFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, blocks: RemoteSequential, extras: _Extras) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, blocks: RemoteSequential, extras: Extras) -> torch.Tensor:
         ctx.blocks = blocks
         outputs, ctx.passes = blocks._forward(hidden, extras)
         return outputs
@@ -163,7 +45,7 @@ class _RemoteFunction(torch.autograd.Function):
         return ctx.blocks._backward(ctx.passes, grad), None, None
 
 
-_Passes = list[tuple[slice, _Pass, list[_Leg]]]
+_Passes = list[tuple[slice, Pass, list[PassLeg]]]
 
 
 class RemoteSequential(nn.Module):
@@ -171,11 +53,23 @@ class RemoteSequential(nn.Module):
 
     It holds no parameters. Gradients go to the inputs: the servers recompute what they need from the inputs of their
     own blocks, which this side keeps between forward and backward.
+
+    :ivar recoveries: what happened to the servers of all passes so far, also through runs that were cut out of this
+        one: who took over what, why, and how long a part of a batch waited for it. The last 1000; may be cleared.
     """
 
-    def __init__(self, remote: RemoteModel, shared: SharedConnection, start: int = 0, end: int | None = None) -> None:
+    def __init__(
+        self,
+        remote: RemoteModel,
+        shared: SharedConnection,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        recoveries: MutableSequence[Recovery] | None = None,
+    ) -> None:
         super().__init__()
         self.remote_model, self._shared = remote, shared
+        self.recoveries = deque[Recovery](maxlen=_RECOVERIES) if recoveries is None else recoveries
         self.start, self.end = start, remote.blocks if end is None else end
         if not 0 <= self.start < self.end <= remote.blocks:
             raise BadRequest(f"blocks {self.start}:{self.end} are not blocks of a model with {remote.blocks}")
@@ -193,6 +87,7 @@ class RemoteSequential(nn.Module):
         adapter: str = "",
         codec: str = "none",
         patience: Patience | None = None,
+        request_id: str = "",
     ) -> RemoteSequential:
         """All blocks of a model in a swarm; only its configuration is needed here."""
         from lilliput.models.sources import resolve
@@ -210,6 +105,7 @@ class RemoteSequential(nn.Module):
                 codec=codec,
                 patience=patience or Patience(),
                 trusted_peers=trusted,
+                request_id=request_id,
             )
             return cls(remote, shared)
         except BaseException:
@@ -229,7 +125,8 @@ class RemoteSequential(nn.Module):
                 raise IndexError(f"there are {len(self)} blocks, not block {index}")
             start = index % len(self)
             stop = start + 1
-        return RemoteSequential(self.remote_model, self._shared, self.start + start, self.start + stop)
+        span = self.start + start, self.start + stop
+        return RemoteSequential(self.remote_model, self._shared, *span, recoveries=self.recoveries)
 
     def close(self) -> None:
         """End the connection that `from_pretrained` made. The blocks of a model end with `model.close()`."""
@@ -260,18 +157,18 @@ class RemoteSequential(nn.Module):
             raise BadRequest("gradients to deep prompts are not computed yet; detach them")
         if not hidden_states.numel():
             return hidden_states
-        extras = _Extras(self.start, mask, position_ids, prompts)
+        extras = Extras(self.start, mask, position_ids, prompts)
         if hidden_states.requires_grad and torch.is_grad_enabled():
             outputs: torch.Tensor = _RemoteFunction.apply(hidden_states, self, extras)  # type: ignore[no-untyped-call]
             return outputs
         return self._forward(hidden_states, extras)[0]
 
-    def _forward(self, hidden: torch.Tensor, extras: _Extras) -> tuple[torch.Tensor, _Passes]:
+    def _forward(self, hidden: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, _Passes]:
         device, hidden = hidden.device, hidden.detach().cpu()
         outputs = torch.empty_like(hidden)
 
-        async def one(rows: slice) -> tuple[slice, _Pass, list[_Leg]]:
-            part = _Pass(self.remote_model, extras.rows(rows.start, rows.stop))
+        async def one(rows: slice) -> tuple[slice, Pass, list[PassLeg]]:
+            part = Pass(self.remote_model, extras.rows(rows.start, rows.stop), self.recoveries)
             outputs[rows], legs = await part.forward(hidden[rows], self.start, self.end)
             return rows, part, legs
 
@@ -282,7 +179,7 @@ class RemoteSequential(nn.Module):
         device, grad = grad.device, grad.detach().cpu()
         inputs_grad = torch.empty_like(grad)
 
-        async def one(rows: slice, part: _Pass, legs: list[_Leg]) -> None:
+        async def one(rows: slice, part: Pass, legs: list[PassLeg]) -> None:
             inputs_grad[rows] = await part.backward(legs, grad[rows])
 
         self._shared.run(_at_once([partial(one, *part) for part in passes]))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,12 +32,14 @@ class Reply:
     :ivar session: where it came from
     :ivar hidden: outputs `[rows, tokens, hidden]`
     :ivar before: what the servers that the step passed before spent on it
+    :ivar own: what this one did
     """
 
     session: ServerSession
     hidden: torch.Tensor | None = None
     error: LilliputError | None = None
-    before: Sequence[pb.Timing] = field(default_factory=tuple)
+    before: Sequence[pb.Timing] = ()
+    own: pb.Output | None = None
 
 
 Answer = asyncio.Future[Reply]
@@ -114,9 +116,14 @@ class ServerSession:
         prefix: bytes = b"",
         bid: float = 0.0,
         session_id: bytes = b"",
+        request_id: str = "",
+        resumes: bool = False,
         on_queue: QueueCallback | None = None,
     ) -> ServerSession:
         """Ask the server for a session, wait in its queue as long as `patience.queue` allows.
+
+        :param request_id: for the server's log
+        :param resumes: it takes another server's place, and is fed what that one was
 
         Raises `Unreachable`, `Busy` with the expected wait, or whatever reason the server has to refuse.
         """
@@ -129,6 +136,8 @@ class ServerSession:
             bid=bid,
             adapter=remote.adapter,
             session_id=session_id,
+            request_id=request_id,
+            resumes=resumes,
             codec=remote.codec,
             prefix=prefix,
             no_queue=remote.patience.queue <= 0,
@@ -295,7 +304,7 @@ class ServerSession:
             return
         self.stats.bytes_received += hidden.numel() * hidden.element_size()
         self._count(body.step_id, body)
-        self._answer(body.step_id, Reply(self, hidden, before=body.before))
+        self._answer(body.step_id, Reply(self, hidden, before=body.before, own=body))
 
     def _count(self, step_id: int, timing: pb.Timing | pb.Output) -> None:
         stats = self.stats

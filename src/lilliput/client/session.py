@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.client.audit import AuditCounts
 from lilliput.client.connection import SharedConnection
 from lilliput.client.recovery import Recovery
 from lilliput.client.route import Hop
@@ -93,6 +94,12 @@ class InferenceSession:
     def recoveries(self) -> list[Recovery]:
         """What happened to its servers so far: who took over what, why, and how long a step waited for it."""
         return self._session.recoveries
+
+    @property
+    def audits(self) -> AuditCounts:
+        """How often others agreed with what its servers returned, who was found out, and how often nobody could tell.
+        Zeros unless the model was made with `audit`."""
+        return self._session.audits
 
     def step(
         self,

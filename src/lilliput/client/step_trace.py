@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lilliput.client.leg import Leg
-    from lilliput.client.server_session import ServerSession
-
-#: seconds queued and computing that each session's server has reported
-Reported = Mapping["ServerSession", tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class HopTime:
-    """What one server spent on a step, in seconds, by its own clock."""
+    """What one server spent on a part of a step, in seconds, by its own clock.
+
+    :ivar queued: it was there and was not computed
+    :ivar there_and_back: to the next server, as a push before this one took it; 0: not known
+    """
 
     peer_id: str
     start: int
     end: int
     queued: float
     computing: float
+    there_and_back: float = 0.0
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A part of a step left, went through one server or several that pushed it on, and came back; or it failed.
+
+    :ivar seconds: between the two, by the client's clock
+    :ivar hops: empty if it failed
+    """
+
+    seconds: float
+    hops: tuple[HopTime, ...]
+
+    @property
+    def network(self) -> float:
+        """What no server accounts for: the ways between all of them, and messages that are written and read."""
+        if not self.hops:
+            return 0.0
+        return max(self.seconds - sum(hop.queued + hop.computing for hop in self.hops), 0.0)
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step of a session.
+    """One step of a session. All times in seconds.
 
     :ivar tokens: per row
-    :ivar seconds: from when it was sent until its outputs were here
-    :ivar hops: the chain as it was when the step ended. A server that took over meanwhile also counts its replay.
+    :ivar seconds: from when it was asked for until its outputs were here
+    :ivar opening: of these, finding servers and opening sessions there
+    :ivar moving: waiting while the session moved to other servers
+    :ivar recovering: waiting for others to take over from servers that failed
+    :ivar crossings: of its parts. Those of a long step are under way at the same time.
     """
 
     tokens: int
     seconds: float
-    hops: tuple[HopTime, ...]
+    opening: float
+    moving: float
+    recovering: float
+    crossings: Sequence[Crossing]
+
+    @property
+    def hops(self) -> list[HopTime]:
+        return [hop for crossing in self.crossings for hop in crossing.hops]
 
     @property
     def queued(self) -> float:
@@ -48,23 +74,15 @@ class StepTrace:
 
     @property
     def network(self) -> float:
-        """What no server accounts for: the ways between all of them, and messages that are written and read.
+        return sum(crossing.network for crossing in self.crossings)
 
-        Parts of a long step are computed by several servers at the same time; then little or nothing is left of it.
-        """
-        return max(self.seconds - self.queued - self.computing, 0.0)
+    @property
+    def lost(self) -> float:
+        """In crossings that failed."""
+        return sum(crossing.seconds for crossing in self.crossings if not crossing.hops)
 
-
-def reported(legs: Sequence[Leg]) -> Reported:
-    """What the servers of a chain have reported so far."""
-    return {leg.session: (leg.session.stats.queued_ms / 1e3, leg.session.stats.compute_ms / 1e3) for leg in legs}
-
-
-def trace(tokens: int, seconds: float, legs: Sequence[Leg], before: Reported) -> StepTrace:
-    """A step that has just ended, from what had been reported before it."""
-    hops = []
-    for session, (queued, computing) in reported(legs).items():
-        queued_before, computing_before = before.get(session, (0.0, 0.0))
-        hop = session.hop
-        hops.append(HopTime(hop.peer_id, hop.start, hop.end, queued - queued_before, computing - computing_before))
-    return StepTrace(tokens, seconds, tuple(hops))
+    @property
+    def rest(self) -> float:
+        """What nothing above accounts for. Below 0: so much of it happened at the same time."""
+        known = self.opening + self.moving + self.recovering + self.lost
+        return self.seconds - known - self.network - self.queued - self.computing

@@ -231,6 +231,10 @@ class Tape:
             return True
         return store is not None and len(store.known) > int(slots.max()) and bool(store.known[slots].all())
 
+    def seen(self, block: int, end: int) -> bool:
+        """Whether the first `end` tokens are on the tape just as a server that begins with `block` was sent them."""
+        return block not in self._given_up and self.knows(block, 0, end)
+
     def play(self, block: int, begin: int, end: int, *, rows: int | None = None) -> Part:
         """Tokens `[begin, end)` of the first `rows` rows, by default of all, as they entered `block`."""
         slots = self._slots[:rows, begin:end]

@@ -21,11 +21,12 @@ from typing import TypeVar
 import torch
 
 from lilliput.engine.counters import Counters
+from lilliput.engine.fairness import PeerTurns
 from lilliput.engine.packing import Slice, attend_to_self, looks_ahead, pack, unpack
 from lilliput.engine.pages import PagePool
 from lilliput.engine.passes import Passes
 from lilliput.engine.rates import Rates
-from lilliput.engine.scheduler import Budget, Waiting, plan_round, worth_waiting
+from lilliput.engine.scheduler import Budget, plan_round, worth_waiting
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.engine.step_queue import StepQueue
 from lilliput.engine.threads import Threads
@@ -64,6 +65,7 @@ class Engine:
         self._sessions: dict[CacheSession, StepQueue] = {}
         self._passes = Passes(span, self.counters, self._cores)
         self._round_seconds = 0.0
+        self._turns = PeerTurns()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = self._stopped = False
@@ -97,9 +99,10 @@ class Engine:
         bid: float = 0.0,
         owner: bytes = b"",
         adapter: str = "",
+        peer: str = "",
         prefix: list[list[bytes]] | None = None,
     ) -> Future[CacheSession]:
-        """A session for blocks `[start, end)`, its length already that of the prefix found in kept pages."""
+        """A session of `peer` for blocks `[start, end)`, its length already that of the prefix found in kept pages."""
 
         def make() -> CacheSession:
             session = CacheSession(
@@ -112,6 +115,7 @@ class Engine:
                 bid=bid,
                 owner=owner,
                 adapter=adapter,
+                peer=peer,
             )
             if prefix:
                 self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)
@@ -277,13 +281,11 @@ class Engine:
     def _round(self) -> bool:
         """One pass over the weights. False if nothing waited."""
         heads = [(session, queue.steps[0]) for session, queue in self._sessions.items() if queue.steps]
-        waiting = [
-            Waiting(s.start, s.end, step.rows, step.tokens - step.offset, s.bid, step.arrived, step.whole)
-            for s, step in heads
-        ]
+        waiting = [self._turns.waiting(session, step) for session, step in heads]
         plan = plan_round(waiting, self.budget)
         if not plan:
             return False
+        self._turns.count(waiting, plan)
         self._compute([Slice(*heads[index], tokens) for index, tokens in plan.items()])
         return True
 

@@ -79,6 +79,7 @@ class CacheSession:
     :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
     :param owner: who may find this session's pages again by their keys
     :param adapter: that its tokens use; empty: none
+    :param peer: whose it is
     :ivar tables: one for each group
     :ivar keys: of each row's grains, as far as they are known without a gap
     """
@@ -95,6 +96,7 @@ class CacheSession:
         bid: float = 0.0,
         owner: bytes = b"",
         adapter: str = "",
+        peer: str = "",
     ) -> None:
         self._page_size = pool.page_size
         # a page holds what one part of the span computed with one adapter, and is found again by its owner only
@@ -103,7 +105,7 @@ class CacheSession:
             Table(pool, group, f"{start}:{end}:{number}:".encode() + scope) for number, group in enumerate(groups)
         ]
         self.keys: list[list[bytes]] = []
-        self.adapter = adapter
+        self.adapter, self.peer = adapter, peer
         self.start, self.end = start, end
         self.max_rows, self.max_length, self.bid = rows, max_length, bid
         self.length = 0

@@ -22,6 +22,7 @@ from lilliput.gateway.pages import Page
 from lilliput.gateway.problems import Problem, problem_of
 from lilliput.gateway.requests import ChatRequest, CompletionRequest
 from lilliput.gateway.service import Job, Service
+from lilliput.gateway.visits import Visits
 
 
 class ErrorDetails(BaseModel):
@@ -51,13 +52,14 @@ def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
     """
     app = FastAPI(title="Lilliput", description="A model in a swarm, as OpenAI's clients expect it", docs_url=None,
                   redoc_url=None, default_response_class=Json)  # fmt: skip
-    _add_api(app, service)
+    visits = Visits(Counted(Door(app, keys), service.model.metrics))
+    _add_api(app, service, visits)
     _add_pages(app, service)
     _add_errors(app)
-    return Counted(Door(app, keys), service.model.metrics)
+    return visits
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
+def _add_api(app: FastAPI, service: Service, visits: Visits) -> None:
     model = service.model
 
     def described(name: str) -> dict[str, Any]:
@@ -82,6 +84,11 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses={200: _EVENTS, **_ERRORS})
     async def complete(request: CompletionRequest) -> Response:
         return _delivered(await service.completion(request), stream=request.stream)
+
+    @app.get("/v1/requests/{id:path}", responses=_ERRORS)
+    async def request_seen(id: str, request: HttpRequest) -> dict[str, Any]:
+        """What became of one of the last requests, and where its time went."""
+        return visits.find(id, getattr(request.state, "account", None)).facts()
 
 
 def _delivered(job: Job, *, stream: bool) -> Response:

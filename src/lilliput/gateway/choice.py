@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from lilliput.client.answer_trace import AnswerTrace
 from lilliput.client.detokenizer import Detokenizer
 from lilliput.client.recovery import Recovery
 from lilliput.errors import CacheFull
 from lilliput.gateway.sampler import Constraint, Likelihood, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
 from lilliput.gateway.stops import Stops
+from lilliput.gateway.visit import current
 
 #: so many tokens of a prompt decide how the text after it begins
 _CONTEXT = 4
@@ -44,6 +45,11 @@ class Order:
     continues: bool = False
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the likeliest tokens' ids is wanted."""
+        return self.sampling.likeliest and self.likelihoods is None and self.constraint is None
 
 
 @dataclass(frozen=True)
@@ -89,14 +95,15 @@ class Choice:
         detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
         decoded = shown = told = 0
-        began = time.perf_counter()
-        session = model.session(len(order.prompt), order.max_tokens, sure=order.sure)
+        visit, trace = current(), AnswerTrace(model.metrics.saw_step)
+        session = model.session(len(order.prompt), order.max_tokens, sure=order.sure, request_id=visit.id, trace=trace)
         stream = model.decoder.stream(
             order.prompt,
             max_new_tokens=order.max_tokens,
-            sampler=sampler,
+            sampler=None if order.plain else sampler,  # the decoder's own is one for all streams
             stop_ids=model.end_ids,
             session=session,
+            on_ends=trace.saw_ends,
         )
         try:
             finish = "stop"
@@ -105,7 +112,7 @@ class Choice:
                     async for token in stream:
                         self._count(session.stats)
                         if self.tokens == 1:
-                            model.metrics.saw_first_token(time.perf_counter() - began)
+                            model.metrics.saw_first_token(trace.first_seconds)
                         text = detokenizer.take([token])
                         if order.likelihoods is not None:
                             waiting.append(Token(token, sampler.likelihoods.popleft(), decoded))
@@ -131,7 +138,16 @@ class Choice:
             model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
             for recovery in session.recoveries:
                 model.metrics.saw_recovery(recovery)
+            hops = session.hops
             await session.close()
+            visit.saw_answer(
+                trace,
+                await model.round_trips(hops),
+                prompt_tokens=len(order.prompt),
+                cached_tokens=self.cached,
+                tokens=self.tokens,
+                recoveries=session.recoveries,
+            )
 
     def _count(self, stats: Sequence[object]) -> None:
         self.tokens += 1

@@ -40,8 +40,9 @@ class Metrics:
         self._waited = self._new(Counter, "recovery_seconds", "Time that answers waited for it")
         self._servers = self._new(Gauge, "swarm_servers", "Servers of the model that serve")
         self._missing = self._new(Gauge, "swarm_missing_blocks", "Blocks of the model that nobody serves")
-        for part in ("network", "queue", "compute"):  # there from the start, so that rates begin at 0
-            self._step.labels(model, part)
+        # there from the start, so that rates begin at 0; and steps are many
+        self._step_count = self._steps.labels(model)
+        self._step_parts = [self._step.labels(model, part) for part in ("network", "queue", "compute")]
         for kind in ("prompt", "cached", "answer"):
             self._tokens.labels(model, kind)
         for kind in ("lost", "moved"):
@@ -65,9 +66,9 @@ class Metrics:
         self._seconds.labels(self._model).observe(seconds)
 
     def saw_step(self, step: StepTrace) -> None:
-        self._steps.labels(self._model).inc()
-        for part, seconds in (("network", step.network), ("queue", step.queued), ("compute", step.computing)):
-            self._step.labels(self._model, part).observe(seconds)
+        self._step_count.inc()
+        for part, seconds in zip(self._step_parts, (step.network, step.queued, step.computing), strict=True):
+            part.observe(seconds)
 
     def saw_first_token(self, seconds: float) -> None:
         self._first.labels(self._model).observe(seconds)

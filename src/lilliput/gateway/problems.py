@@ -17,6 +17,7 @@ from lilliput.errors import (
     RequestError,
     SwarmError,
 )
+from lilliput.gateway.visit import visit_here
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,12 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, Busy | CacheFull):
         seconds = getattr(error, "wait_seconds", None)
         return _later("The swarm's servers are full.", "overloaded", seconds)
+    visit = visit_here.get()
+    named = {"request_id": visit.id} if visit else {}
     if isinstance(error, SwarmError):
-        logger.warning("a request failed", exc_info=error)
+        logger.warning("a request failed", exc_info=error, extra=named)
         return _later("A server of the swarm was lost in the middle of this request.", "server_lost")
-    logger.error("a request failed", exc_info=error)
+    logger.error("a request failed", exc_info=error, extra=named)
     if isinstance(error, LilliputError):
         return _later("A server of the swarm failed.", "server_failed")
     return Problem("This is an error of the gateway itself; its log says more.", status=500, kind="server_error")

@@ -35,6 +35,12 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
+    @property
+    def likeliest(self) -> bool:
+        """The likeliest token is taken, by the model itself."""
+        adds = self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return self.temperature < _COLD and self.repetition_penalty == 1.0 and not adds
+
 
 @dataclass(frozen=True)
 class Likelihood:

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from lilliput.client.answer_trace import AnswerTrace
 from lilliput.client.async_session import AsyncInferenceSession
+from lilliput.client.costs import RoundTripTimes
 from lilliput.client.decoder import Decoder
+from lilliput.client.route import Hop
 from lilliput.gateway.metrics import Metrics
 from lilliput.gateway.problems import Problem
 from lilliput.gateway.vocabulary import Vocabulary
@@ -76,15 +79,25 @@ class ServedModel:
         remote = self.decoder.remote
         return await remote.connection.records(remote.name)
 
-    def session(self, prompt_tokens: int, answer_tokens: int, *, sure: bool) -> AsyncInferenceSession:
-        """A new session. If `sure`, servers promise the whole answer's cache at once; else it may run out later."""
+    def session(
+        self, prompt_tokens: int, answer_tokens: int, *, sure: bool, request_id: str, trace: AnswerTrace
+    ) -> AsyncInferenceSession:
+        """A new session. If `sure`, servers promise the whole answer's cache at once; else it may run out later.
+
+        :param trace: is told about its steps
+        """
         promised = answer_tokens if sure else min(answer_tokens, _FIRST_PROMISE)
         return AsyncInferenceSession(
             self.remote,
             max_length=prompt_tokens + promised,
             extend=not sure,
-            on_step=self.metrics.saw_step,
+            request_id=request_id,
+            on_step=trace.saw_step,
         )
+
+    async def round_trips(self, hops: Sequence[Hop]) -> RoundTripTimes:
+        """What is known of the ways to some servers."""
+        return await self.remote.connection.round_trips([hop.record for hop in hops], within=0.0)
 
     # ---- from texts to tokens; these take time, call them in a thread
 

@@ -55,7 +55,7 @@ class SwarmView:
         connection = remote.connection
         records = await connection.records(remote.name, fresh=True)
         round_trips = await connection.round_trips(records, within=0.0)
-        records.sort(key=lambda record: (record.start, record.end, record.peer_id))
+        records = sorted(records, key=lambda record: (record.start, record.end, record.peer_id))
         held = HeldModel(
             remote.name, remote.blocks, records, dict(round_trips), remote.fingerprint, connection.banned()
         )

@@ -24,17 +24,28 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 #: parts of models that read more than text have layers of their own, which are no blocks
 _OTHER_LAYERS = re.compile(r"vision|visual|audio|image", re.IGNORECASE)
 _EXPERT = re.compile(r"\.experts\.")
+#: kernels of quantized layers take outputs and inputs in multiples of these
+_OUTPUTS, _INPUTS = 16, 32
+#: what decides which experts a token goes to; it is never quantized
+ROUTERS = frozenset({"gate", "router"})
+#: families that keep linear layers as [in, out]
+_TRANSPOSED = frozenset({"gpt2", "openai-gpt"})
+
+
+def can_quantize(outputs: int, inputs: int) -> bool:
+    """Whether a linear layer's weight can be kept in fewer bits."""
+    return outputs % _OUTPUTS == 0 and inputs % _INPUTS == 0
 
 
 @dataclass(frozen=True)
 class BlockFacts:
     """One block's size, in numbers rather than bytes.
 
-    :ivar matrices: numbers in its matrices, which quantization makes smaller
+    :ivar matrices: numbers in its matrices, experts among them, which quantization makes smaller
     :ivar rows: of all its matrices (outputs); int8 weights have a scale for each
-    :ivar others: numbers that keep their precision, such as norms and biases
+    :ivar others: numbers that keep their precision, such as norms, biases, routers, and what no kernel takes
     :ivar read: numbers of its matrices that one token needs; fewer than `matrices` where it has experts
-    :ivar largest: numbers in its largest tensor
+    :ivar largest: numbers in its largest tensor; all experts count as one, which most releases make of them on reading
     :ivar cache: numbers that one token of one row leaves in the attention cache
     :ivar window: how many tokens it looks back, the token itself among them; None: all
     """
@@ -114,26 +125,49 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     used = first(c, "num_experts_per_tok", "num_experts_per_token", default=experts)
     share = min(1.0, used / experts) if experts and used else 1.0
     cache = _cache_numbers(c)
-    blocks = tuple(_block(of_blocks[block], share, cache, window) for block, window in enumerate(_windows(c, count)))
+    transposed = c.get("model_type") in _TRANSPOSED
+    blocks = tuple(
+        _block(of_blocks[block], share, cache, window, hidden, transposed)
+        for block, window in enumerate(_windows(c, count))
+    )
     inner = first(c, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     return ModelFacts(name, hidden, blocks, ends, max(int(inner), hidden))
 
 
-def _block(tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache: int, window: int | None) -> BlockFacts:
-    matrices = rows = others = largest = 0
+def _block(
+    tensors: list[tuple[str, Sequence[int]]],
+    expert_share: float,
+    cache: int,
+    window: int | None,
+    hidden: int,
+    transposed: bool,
+) -> BlockFacts:
+    matrices = rows = others = largest = experts = 0
     read = 0.0
     for name, shape in tensors:
         if len(shape) > 3:
             continue  # a mask that old checkpoints carry
         numbers = math.prod(shape)
-        largest = max(largest, numbers)
-        if len(shape) < 2:
+        experts += numbers if _EXPERT.search(name) else 0
+        largest = max(largest, numbers, experts)
+        outputs, inputs = _sides(name, shape, hidden, transposed)
+        if not can_quantize(outputs, inputs):
             others += numbers
             continue
         matrices += numbers
-        rows += numbers // max(1, shape[-1])
+        rows += numbers // inputs
         read += numbers * (expert_share if _EXPERT.search(name) else 1.0)
     return BlockFacts(matrices, rows, others, round(read), largest, cache, window)
+
+
+def _sides(name: str, shape: Sequence[int], hidden: int, transposed: bool) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer's weight, or of each expert's; (1, 1) for other tensors."""
+    *path, kind = name.split(".")
+    if len(shape) < 2 or kind.endswith("bias") or (path and path[-1] in ROUTERS):
+        return 1, 1
+    if len(shape) == 3:  # all experts in one; what they give has the width of the hidden states
+        transposed = (shape[-1] == hidden) == ("down" in kind or "down" in path[-1])
+    return (shape[-1], shape[-2]) if transposed else (shape[-2], shape[-1])
 
 
 def _cache_numbers(c: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ else simply keeps its own code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from lilliput.models.attention import AttentionShape
 from lilliput.models.batch import Places
 from lilliput.models.linear import FrozenLinear, PackedLinear
 from lilliput.models.lora import Deltas
+from lilliput.models.memory import forget
 from lilliput.models.quantization import QuantizedModule
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -31,7 +33,7 @@ class RMSNorm:
     """x / rms(x) * weight, over the last dimension."""
 
     def __init__(self, module: Any) -> None:
-        self.weight: torch.Tensor = module.weight.detach()
+        self.weight: torch.Tensor = module.weight.detach().clone()  # else the file it is in would stay mapped
         self.eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 1e-6)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,8 +52,38 @@ def rotate(x: torch.Tensor, tables: Rotary) -> torch.Tensor:
     return torch.addcmul(x * cos, torch.roll(x, x.shape[-1] // 2, dims=-1), sin)
 
 
+class LooseLinear(FrozenLinear):
+    """A layer as the family keeps it, or several of the same input as one with their outputs side by side.
+
+    :param parts: all `nn.Linear`, or all `QuantizedModule`
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    def backward(self, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("loose layers are for trials")
+
+    def packed(self) -> FrozenLinear:
+        """The layer as its kernel reads it fastest. The family's modules lose their weights: both would not fit."""
+        parts, self._parts = self._parts, []
+        if type(parts[0]) is QuantizedModule:
+            made: FrozenLinear = quantization.joined(parts)
+            for part in parts:
+                del part.layer
+        else:
+            made = PackedLinear.joined(*parts)
+            for part in parts:
+                forget(part.weight)
+                del part.weight
+        return made
+
+
 class FusedBlock:
-    """One block. Keeps its own copies of the weights; the family's module may be dropped afterwards."""
+    """One block. It computes with the family's own weights, until `pack` takes them away from there."""
 
     def __init__(self, block: nn.Module, shape: AttentionShape, index: int) -> None:
         attn, mlp = _part(block, "self_attn"), _part(block, "mlp")
@@ -63,6 +95,11 @@ class FusedBlock:
         self.gate, self.up, self.down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
         self.norm_q = RMSNorm(attn.q_norm) if hasattr(attn, "q_norm") else None
         self.norm_k = RMSNorm(attn.k_norm) if hasattr(attn, "k_norm") else None
+
+    def pack(self) -> None:
+        """Lay the weights out for the kernels that read them, one after the other, each freed in the family's block."""
+        for name in ("qkv", "out", "gate", "up", "down"):
+            setattr(self, name, getattr(self, name).packed())
 
     def paged(
         self,
@@ -177,10 +214,7 @@ def _part(owner: nn.Module, name: str) -> Any:
 
 
 def _linear(owner: nn.Module, *names: str) -> FrozenLinear:
-    """A layer, or several of the same input as one with their outputs side by side."""
     parts = [_part(owner, name) for name in names]
-    if all(type(part) is nn.Linear for part in parts):
-        return PackedLinear.joined(*parts)
-    if all(type(part) is QuantizedModule for part in parts):
-        return quantization.joined(parts)
+    if {type(part) for part in parts} in ({nn.Linear}, {QuantizedModule}):
+        return LooseLinear(parts)
     raise NotLlamaShaped(", ".join(names))  # perhaps some are quantized, and some have shapes that cannot be

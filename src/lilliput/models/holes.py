@@ -141,11 +141,7 @@ def load_with_holes(
     """
     config = read_config(files)
     family_of(config)  # some families must be prepared before they are built
-    try:
-        with _loading, torch.device("meta"):
-            family: type[PreTrainedModel] = type(auto.from_config(config))
-    except (ValueError, KeyError, ImportError, AttributeError) as e:
-        raise ModelError(f"transformers {transformers.__version__} cannot build {files.name}: {e}") from e
+    family = _class_of(files.name, auto, config)
 
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         family.__init__(self, *args, **kwargs)
@@ -163,7 +159,7 @@ def load_with_holes(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # named below
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as e:
+    except (OSError, ValueError, KeyError, ImportError, AttributeError, RuntimeError) as e:
         if e.args == (attention,):
             raise UnsupportedModel(
                 f"{files.name} cannot be served with transformers {transformers.__version__}: "
@@ -181,6 +177,22 @@ def load_with_holes(
         raise ModelError(f"{files.path} lacks {len(missing)} tensors of {files.name}, such as {missing[0]}")
     _learn_tuples(base_of(model), blocks_of(model))
     return model.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+#: by `auto` and the class of the configuration: found out by building a model, which takes as long as reading a block
+_classes: dict[tuple[Any, type], type[PreTrainedModel]] = {}
+
+
+def _class_of(name: str, auto: Any, config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of the models that `auto` makes for such configurations."""
+    key = auto, type(config)
+    if key not in _classes:
+        try:
+            with _loading, torch.device("meta"):
+                _classes[key] = type(auto.from_config(config))
+        except (ValueError, KeyError, ImportError, AttributeError) as e:
+            raise ModelError(f"transformers {transformers.__version__} cannot build {name}: {e}") from e
+    return _classes[key]
 
 
 class _Learned(Exception):

@@ -68,7 +68,7 @@ class Hub:
         try:
             facts = get_hf_file_metadata(url, token=self.token)
             if (
-                getattr(facts, "xet_file_data", None) is not None
+                (getattr(facts, "xet_file_data", None) is not None and _has_xet())
                 or not facts.size
                 or not _CHECKSUM.fullmatch(facts.etag or "")
             ):
@@ -155,6 +155,15 @@ def discard(file: Path) -> None:
     file.unlink(missing_ok=True)
     if content.parent.name == "blobs":
         content.unlink(missing_ok=True)
+
+
+def _has_xet() -> bool:
+    """Whether the hub's client fetches what the hub keeps in its Xet storage from there, and not over plain HTTP."""
+    from importlib.util import find_spec
+
+    from huggingface_hub import constants
+
+    return not getattr(constants, "HF_HUB_DISABLE_XET", False) and find_spec("hf_xet") is not None
 
 
 def _has_checksum(file: Path, checksum: str) -> bool:

@@ -95,7 +95,8 @@ class PackedLinear(FrozenLinear):
     @classmethod
     def joined(cls, *layers: nn.Linear) -> PackedLinear:
         """Several layers of the same input as one, outputs side by side."""
-        weight = torch.cat([layer.weight.detach() for layer in layers])
+        weights = [layer.weight.detach() for layer in layers]
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         sizes = [layer.out_features for layer in layers]
         return cls(weight, joined_bias([layer.bias for layer in layers], sizes, weight.dtype))
 

@@ -1,203 +1,25 @@
-"""Linear layers with weights of 8 or 4 bits.
+"""A block's weights in fewer bits: which of its layers are quantized, and what stands in their place.
 
-Weights only: the inputs stay as they are (rounded to 8 bits, one scale a token, they would cost SmolLM2 3 % of its
-perplexity), and so do layers whose shapes no kernel takes, norms, and expert layers that are one large tensor.
-
-- `int8`: one scale for each output, symmetric.
-- `int4`: a scale and a zero point for each 32 numbers of an output.
-
-Which way is the fastest depends on the number of tokens. Few are multiplied with the codes themselves (`_few`): the
-kernels read a half or a quarter of the bytes. For many, the arithmetic counts and not the bytes: the weights are turned
-into bfloat16 for the one product.
+Layers whose shapes no kernel takes stay as they are, and so do norms, embeddings, and the routers of experts: those are
+small, and what they decide is not a little wrong but another expert.
 """
 
 from __future__ import annotations
 
-import functools
-from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Self
 
 import torch
-import torch.nn.functional as F
+import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from lilliput.errors import ModelError
-from lilliput.models.linear import FrozenLinear, joined_bias
-
-GROUP = 32
-#: torch's kernels take outputs and inputs in multiples of these
-_OUTPUTS, _INPUTS = 16, GROUP
-#: candidates for the width of a group's grid, as shares of its range: outliers may be cut off for the others' sake
-_SHARES = (1.0, 0.9)
-#: numbers that are quantized at a time, so that they stay in the processor's cache
-_AT_A_TIME = 1 << 17
-
-
-class QuantizedLinear(FrozenLinear):
-    """A linear layer of integer codes."""
-
-    #: from so many tokens on, the weights are made 16 bits wide again for a product
-    many: int
-
-    def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
-        self._codes, self._scales = codes, scales
-        self.bias, self.dtype = bias, dtype
-
-    @classmethod
-    @abstractmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
-        """Quantized from `weight` [out, in]."""
-
-    @classmethod
-    @abstractmethod
-    def joined(cls, *layers: Self) -> Self:
-        """Several layers of the same input as one, outputs side by side."""
-
-    @abstractmethod
-    def dequantized(self) -> torch.Tensor:
-        """The weight that the codes stand for: [out, in]."""
-
-    @abstractmethod
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, in] -> [tokens, out], in bfloat16."""
-
-    def compute(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if rows.shape[0] >= self.many:
-            return F.linear(x, self.dequantized(), self.bias)
-        out = self._few(rows.to(torch.bfloat16)).to(x.dtype)
-        if self.bias is not None:
-            out += self.bias
-        return out.view(*x.shape[:-1], self.out_features)
-
-    def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad @ self.dequantized()
-
-
-class Int8Linear(QuantizedLinear):
-    many = 12
-
-    def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
-        """:param codes: int8 [out, in]; :param scales: bfloat16 [out]"""
-        super().__init__(codes, scales, bias, dtype)
-        self.out_features, self.in_features = codes.shape
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
-        wide = weight.float()
-        # the codes are chosen for the scale as it is kept, so that rounding it costs nothing
-        scales = (wide.abs().amax(dim=1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).bfloat16()
-        codes = (wide / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(codes, scales, bias, weight.dtype)
-
-    @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([layer._codes for layer in layers])
-        return cls(codes, torch.cat([layer._scales for layer in layers]), bias, layers[0].dtype)
-
-    def dequantized(self) -> torch.Tensor:
-        return self._codes.to(self.dtype).mul_(self._scales.to(self.dtype)[:, None])
-
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int8pack_mm(x, self._codes, self._scales)
-
-
-class Int4Linear(QuantizedLinear):
-    many = 96
-
-    def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
-        """:param codes: uint8 [out, in]; :param scales: bfloat16 [in / GROUP, out, 2], each with its zero"""
-        self.out_features, self.in_features = codes.shape
-        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
-        super().__init__(packed, scales, bias, dtype)
-        readable = _readable() and self.out_features % _BLOCK == 0
-        #: what `_codes` was made of, two codes a byte, where it cannot be read from there
-        self._pairs = None if readable else codes[:, ::2] | (codes[:, 1::2] << 4)
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
-        rows, columns = weight.shape
-        codes = torch.empty(rows, columns, dtype=torch.uint8)
-        both = torch.empty(columns // GROUP, rows, 2, dtype=torch.bfloat16)
-        for begin in range(0, rows, max(1, _AT_A_TIME // columns)):
-            some = slice(begin, begin + max(1, _AT_A_TIME // columns))
-            found, scales, zeros = _grid(weight[some].float().reshape(-1, columns // GROUP, GROUP))
-            codes[some] = found.view(-1, columns)
-            both[:, some, 0], both[:, some, 1] = scales.t(), zeros.t()
-        return cls(codes, both, bias, weight.dtype)
-
-    @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([layer._unpacked() for layer in layers])
-        return cls(codes, torch.cat([layer._scales for layer in layers], dim=1), bias, layers[0].dtype)
-
-    def dequantized(self) -> torch.Tensor:
-        codes = self._unpacked().view(self.out_features, -1, GROUP).to(self.dtype)
-        scales, zeros = self._scales.to(self.dtype).permute(2, 1, 0)[..., None]
-        return codes.sub_(8).mul_(scales).add_(zeros).view(self.out_features, self.in_features)
-
-    def _few(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, GROUP, self._scales)
-
-    def _unpacked(self) -> torch.Tensor:
-        """uint8 [out, in], one code a byte."""
-        if self._pairs is not None:
-            return torch.stack([self._pairs & 15, self._pairs >> 4], dim=-1).flatten(1)
-        return _unpack(self._codes, self.out_features, self.in_features)
-
-
-#: outputs that torch's kernel keeps together where vectors have 512 bits
-_BLOCK = 64
-
-
-def _unpack(packed: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """What `_convert_weight_to_int4pack_for_cpu` made, in the layout that it has where `_readable()`."""
-    pairs = packed.view(rows // _BLOCK, columns, _BLOCK // 2)
-    return torch.cat([pairs & 15, pairs >> 4], dim=-1).transpose(1, 2).reshape(rows, columns)
-
-
-@functools.cache
-def _readable() -> bool:
-    """Whether the kernel's layout is the one that `_unpack` reads. It is not documented, so it is tried."""
-    codes = torch.randint(0, 16, (2 * _BLOCK, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    return packed.nbytes == codes.numel() // 2 and torch.equal(_unpack(packed, *codes.shape), codes.byte())
-
-
-def _grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes 0 to 15, scales and zeros with the least squared error: `groups` is about (codes - 8) * scale + zero.
-
-    :param groups: float32 [rows, groups, GROUP]
-    :returns: uint8 of the same shape; float32 [rows, groups] twice, as bfloat16 keeps them
-    """
-    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-    middle, range_ = (low + high) / 2, high - low
-    best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:
-        scale = (range_ * (share / 15)).clamp(min=1e-8).bfloat16().float()
-        zero = (middle + scale / 2).bfloat16().float()
-        codes = ((groups - zero) / scale + 8).round_().clamp_(0, 15)
-        error = ((codes - 8) * scale + zero - groups).square_().sum(dim=-1, keepdim=True)
-        if best is None:
-            best = error, codes, scale, zero
-        else:
-            better = error < best[0]
-            best = tuple(
-                torch.where(better, new, old) for new, old in zip((error, codes, scale, zero), best, strict=True)
-            )
-    assert best is not None
-    _, codes, scale, zero = best
-    return codes.to(torch.uint8), scale[..., 0], zero[..., 0]
-
+from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models.experts import QuantizedExperts, expert_weights
+from lilliput.models.facts import ROUTERS, can_quantize
+from lilliput.models.int4_linear import Int4Linear
+from lilliput.models.int8_linear import Int8Linear
+from lilliput.models.memory import forget
+from lilliput.models.quantized_linear import QuantizedLinear
 
 _KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
 KINDS = tuple(_KINDS)
@@ -227,24 +49,42 @@ def check(kind: str | None) -> None:
 
 
 def quantize(block: nn.Module, kind: str) -> None:
-    """Replace a block's linear layers by quantized ones, where a kernel takes their shape."""
+    """Replace a block's linear layers and experts by quantized ones, where a kernel takes their shape.
+
+    Raises `UnsupportedModel` for experts whose layout is not understood.
+    """
     make = _KINDS[kind]
     for owner in list(block.modules()):
         for name, child in list(owner.named_children()):
+            if _are_experts(child):
+                setattr(owner, name, QuantizedExperts(child, make))
             weight = _weight(child)
-            if weight is not None and weight.shape[0] % _OUTPUTS == 0 and weight.shape[1] % _INPUTS == 0:
+            if weight is not None and name not in ROUTERS and can_quantize(*weight.shape):
                 bias = getattr(child, "bias", None)
-                layer = make.of(weight.detach().contiguous(), None if bias is None else bias.detach())
+                layer = make.of(weight.detach(), None if bias is None else bias.detach().clone())
                 setattr(owner, name, QuantizedModule(layer))
+                forget(weight)
+                del child.weight, weight  # now, and not when the whole block is done
+    for module in block.modules():
+        large = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() > 2]
+        if large and expert_weights(module) is None:
+            raise UnsupportedModel(
+                f"{type(module).__name__} cannot be kept in {kind} with transformers {transformers.__version__}: "
+                f"how it computes with {large[0]} is not understood. Serve the model without --quantize."
+            )
+
+
+def _are_experts(module: nn.Module) -> bool:
+    """Whether they are such as can be quantized."""
+    weights = expert_weights(module)
+    return weights is not None and all(can_quantize(*weight.shape[1:]) for weight in weights)
 
 
 def _weight(module: nn.Module) -> torch.Tensor | None:
     """A linear layer's weight [out, in], or None for other modules."""
-    if type(module) is nn.Linear:
+    if type(module) is nn.Linear or (type(module).__name__ == "FalconLinear" and isinstance(module, nn.Linear)):
         return module.weight
-    if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):  # gpt2's linear layer
-        return module.weight.t()  # type: ignore[operator]
-    return None
+    return module.weight.t() if isinstance(module, Conv1D) else None
 
 
 def joined(modules: Sequence[QuantizedModule]) -> QuantizedLinear:

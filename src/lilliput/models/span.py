@@ -26,7 +26,7 @@ from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
 from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
 from lilliput.models.lora import Adapter, Deltas, deltas_of
-from lilliput.models.memory import give_back_freed_memory
+from lilliput.models.memory import giving_back
 from lilliput.models.paged_cache import Group, PagedCache, Pools, divide
 from lilliput.models.sources import ModelFiles
 
@@ -37,8 +37,8 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e
 _TRIAL_SCALE = 0.02
 #: far above all rounding through many blocks, far below what it makes to mistake one row for another
 _PACKING_TOLERANCE = 0.25
-#: blocks that are quantized are read in parts of so many bytes, or one by one if a block is larger
-_PART_BYTES = 128 << 20
+#: blocks are read in parts of so many bytes, or one by one if a block is larger
+_PART_BYTES = 32 << 20
 
 
 class Span:
@@ -101,11 +101,8 @@ class Span:
             part, punch = (start, end), keep_span(start, end)
             return load_with_holes(files, AutoModel, punch, part, dtype=dtype, attention=ATTENTION)
 
-        model = read(start, end) if quantize is None else _read_in_parts(read, start, end, quantize)
-        span = cls(model, start, end, cache_dtype=cache_dtype, fuse=fuse)
-        if quantize is not None:
-            give_back_freed_memory()
-        return span
+        with giving_back():
+            return cls(_read_in_parts(read, start, end, quantize), start, end, cache_dtype=cache_dtype, fuse=fuse)
 
     @property
     def fused(self) -> bool:
@@ -235,7 +232,8 @@ class Span:
                 self._fused = self._fuse(blocks, call)
         if self._fused is not None:
             for index in range(self.start, self.end):
-                blocks[index] = nn.Identity()  # the fused blocks have their own copies
+                blocks[index] = nn.Identity()
+                self._fused[index].pack()
         self._check_packing(hidden, positions, output)
 
     def _check_packing(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
@@ -278,20 +276,22 @@ def _linear_layers(block: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
             yield path, (sizes[0], sizes[1])
 
 
-def _read_in_parts(read: Callable[[int, int], PreTrainedModel], start: int, end: int, quantize: str) -> PreTrainedModel:
-    """Blocks `[start, end)`, of which only a few at a time are there in 16 bits."""
+def _read_in_parts(
+    read: Callable[[int, int], PreTrainedModel], start: int, end: int, quantize: str | None
+) -> PreTrainedModel:
+    """Blocks `[start, end)`, of which only a few at a time are there as their files have them."""
     model = read(start, start + 1)
     blocks = blocks_of(model)
     size = sum(parameter.nbytes for parameter in blocks[start].parameters())
     many = max(1, _PART_BYTES // max(1, size))
-    quantization.quantize(blocks[start], quantize)
-    give_back_freed_memory()
+    if quantize is not None:
+        quantization.quantize(blocks[start], quantize)
     for begin in range(start + 1, end, many):
         part = blocks_of(read(begin, min(begin + many, end)))
         for index in range(begin, min(begin + many, end)):
-            quantization.quantize(part[index], quantize)
-            give_back_freed_memory()
             blocks[index] = part[index]
+            if quantize is not None:
+                quantization.quantize(blocks[index], quantize)
     return model
 
 

@@ -19,6 +19,9 @@ from lilliput.swarm.records import ServerRecord
 
 logger = logging.getLogger(__name__)
 
+#: whether a server has something to do at all, and how full it is, is told no later than this (seconds)
+_NEWS_SECONDS = 1.0
+
 
 @dataclass
 class Announcer:
@@ -26,7 +29,7 @@ class Announcer:
 
     :param name: what its owner calls it
     :param model_blocks: of the whole model
-    :param lease_seconds: how long an announcement counts; it is made anew at a third of it
+    :param lease_seconds: how long an announcement counts; it is made anew at a third of it, or when there is news
     :param throughput: tokens per second through the span when several streams come together, as measured
     :ivar moving_to: the span for which the server wants to leave its own
     :param uid_prefix: also declare the blocks as hivemind's experts `PREFIX.N`; empty: do not
@@ -46,10 +49,12 @@ class Announcer:
     started_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
+        self._told = self._load()
         self._followers = Followers(self.node, self.service.model, self.service.span.end)
 
     async def announce(self) -> None:
         """Tell how things are now."""
+        self._told = self._load()
         await directory.announce(self.node, self._record(), self.lease_seconds)
         if self.uid_prefix:
             span = self.service.span.start, self.service.span.end
@@ -60,7 +65,7 @@ class Announcer:
         watching = asyncio.ensure_future(self._followers.watch(self.lease_seconds / 3))
         try:
             while True:
-                await asyncio.sleep(self.lease_seconds / 3)
+                await self._until_due()
                 if self.service.engine.failed:
                     raise ServerFailure("the engine has failed, and the server leaves; its log says why")
                 try:
@@ -69,6 +74,21 @@ class Announcer:
                     logger.warning("could not announce this server to the swarm: %s", e)
         finally:
             watching.cancel()
+
+    async def _until_due(self) -> None:
+        """For a third of the lease, or less if there is news that others choose their servers by."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.lease_seconds / 3
+        while (left := until - loop.time()) > 0:
+            await asyncio.sleep(min(left, _NEWS_SECONDS))
+            if self._load() != self._told:
+                return
+
+    def _load(self) -> tuple[bool, bool, int]:
+        """How much the server has to do, roughly."""
+        admission = self.service.admission
+        free = 4 * admission.free_tokens // max(1, admission.pages * admission.page_size)
+        return admission.running > 0, admission.waiting > 0, free
 
     async def withdraw(self) -> None:
         """Say goodbye: nobody who looks from now on finds the server."""

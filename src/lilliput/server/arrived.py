@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,12 +19,14 @@ class Arrived:
 
     :ivar pushed: by another server, not sent by the client
     :ivar before: what the servers spent on it that it has passed
+    :ivar at: when (`time.perf_counter`)
     """
 
     body: pb.Step
     tensors: Mapping[str, torch.Tensor]
     pushed: bool = False
     before: Sequence[pb.Timing] = ()
+    at: float = field(default_factory=time.perf_counter)
 
     @property
     def nbytes(self) -> int:

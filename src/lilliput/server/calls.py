@@ -44,7 +44,7 @@ class Calls:
         await node.serve(protocol.FORWARD, self._serve_forward)
         await node.serve(protocol.BACKWARD, self._serve_backward)
         await serve_peers(node)
-        await ConnectionHandler(service.model, self.service).add_p2p_handlers(node.p2p)
+        await ConnectionHandler(service.model, self.service, node).add_p2p_handlers(node.p2p)
 
     def end(self) -> None:
         """From now on nobody answers, and nothing here refers to the service."""

@@ -18,6 +18,7 @@ from lilliput.server.service import Service
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS
+from lilliput.wire.request_id import is_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ class ClientStream:
         message.session = number
         self.channel.post(message, {"hidden": hidden} if hidden is not None else None, codec=codec)
 
+    def last_word(self, number: int, message: pb.Message) -> None:
+        """Tell why a session ends; if it has the stream to itself, that ends, too."""
+        self.post(number, message)
+        self._ending = self._ending or number == 0
+
     def submit(self, session: CacheSession, step: Step) -> None:
         """Hand a step to the engine, with all others that are read in this turn of the loop."""
         if not self._arrived:
@@ -152,6 +158,7 @@ class ClientStream:
                 raise Busy(f"{_MAX_SESSIONS} sessions on one stream; open another")
             session = ServedSession(self, number, received.body)  # type: ignore[arg-type]
         except LilliputError as e:
+            logger.info("a session of %s was refused: %s", self.peer[-8:], e, extra=_about(received, self.peer))
             if received.kind in ("open", "step") or number == 0:  # others may be late for a session that has ended
                 self.channel.post(error_message(e, closed=True, session=number))
             if number == 0:
@@ -177,3 +184,9 @@ class ClientStream:
         if not self._used:
             self.channel.post(error_message(BadRequest("no open message came"), closed=True))
         self._closing.set()
+
+
+def _about(received: Received, peer: str) -> dict[str, str]:
+    """What a line of the log says about an open message that was refused."""
+    request_id = getattr(received.body, "request_id", "")
+    return {"peer": peer, "request_id": request_id if is_request_id(request_id) else ""}

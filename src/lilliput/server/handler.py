@@ -7,6 +7,8 @@ untouched, finds them. Unlike hivemind's, it lives on the server's event loop, i
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable
 from typing import AsyncIterator  # noqa: UP035 (hivemind reads the annotations and knows only this one)
 
@@ -22,10 +24,14 @@ from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, LilliputError, WrongBlocks
 from lilliput.models.sources import uid_prefix
 from lilliput.server.service import Service
+from lilliput.swarm.node import Node
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS
+from lilliput.wire.request_id import checked
 from lilliput.wire.tensors import check_codec
+
+logger = logging.getLogger(__name__)
 
 #: streamed answers are cut into messages of this size
 _PART_BYTES = 2 << 20
@@ -36,8 +42,8 @@ _LOOK_SECONDS = 0.5
 class ConnectionHandler(ServicerBase):
     """Answers `RemoteExpert` for the blocks of one server. UIDs are `PREFIX.N`, N the block's number in the model."""
 
-    def __init__(self, model: str, service: Callable[[], Service]) -> None:
-        self._current = service
+    def __init__(self, model: str, service: Callable[[], Service], node: Node) -> None:
+        self._current, self._node = service, node
         self._prefix = uid_prefix(model)
 
     @property
@@ -89,6 +95,7 @@ class ConnectionHandler(ServicerBase):
             raise BadRequest(
                 f"{len(tensors)} tensors where {wanted} are due (inputs{', gradients' if backward else ''})"
             )
+        await self._node.received(context.remote_id, sum(tensor.nbytes for tensor in tensors))
         job = Pass(block, block + 1, tensors[0], grad=tensors[1] if backward else None)
         # hivemind's uncompressed codec knows no bfloat16
         return serialize_torch_tensor((await self._service.run_pass(job, str(context.remote_id))).float())
@@ -152,7 +159,7 @@ async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.
     assert isinstance(body, pb.Forward | pb.Backward)
     service.check_blocks(body.model, body.start, body.end)
     service.span.check_adapter(body.adapter)
-    codec = check_codec(body.codec)
+    codec, request_id = check_codec(body.codec), checked(body.request_id)
     needed = {"hidden", "grad"} if received.kind == "backward" else {"hidden"}
     if missing := needed - set(tensors):
         raise BadRequest(f"a {received.kind} message needs the tensors {', '.join(sorted(missing))}")
@@ -168,4 +175,11 @@ async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.
         prompts=tensors.get("prompts"),
         adapter=body.adapter,
     )
-    return await service.run_pass(job, peer), codec
+    begun, shape = time.monotonic(), tuple(tensors["hidden"].shape[:2])
+    output = await service.run_pass(job, peer)
+    logger.info(
+        "%s of %s: %d x %d tokens through blocks %d:%d in %.2f s",
+        *(received.kind, peer[-8:], *shape, body.start, body.end, time.monotonic() - begun),
+        extra={"peer": peer, "request_id": request_id},
+    )
+    return output, codec

@@ -18,7 +18,6 @@ from lilliput.engine.table import kept_tokens
 from lilliput.errors import ModelError
 from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
-from lilliput.models.memory import keep_freed_memory
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
 from lilliput.server.admission import Admission, longest_row
@@ -54,8 +53,6 @@ def load(
 ) -> Loaded:
     """Read blocks `[start, end)` and start an engine for them, which is the caller's to stop. Raises `ModelError`."""
     start, end = blocks
-    gc.unfreeze()  # of a span that was held before
-    gc.collect()
     progress("finding the model")
     files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
     config = read_config(files)
@@ -67,7 +64,6 @@ def load(
         check_adapter(name, folder)  # before the blocks are read, which takes longer
     if options.threads:
         torch.set_num_threads(options.threads)
-    keep_freed_memory()
     progress(f"reading blocks {start}:{end}")
     span = Span.load(
         files,
@@ -122,6 +118,13 @@ def _max_length(span: Span, engine: Engine, step: int, config: Any, options: Ser
     made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages // len(span.groups) * _PAGE_SIZE
     wanted = options.max_length or made_for
     return wanted if longest is None else max(1, min(wanted, longest))
+
+
+def clear_away() -> None:
+    """Free what is left of a span that was held before. All that is alive is looked at, which takes half a second."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _default_cache_tokens(span: Span) -> int:

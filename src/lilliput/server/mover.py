@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
 
 from lilliput.errors import Unreachable
 from lilliput.swarm import directory
@@ -26,6 +27,7 @@ from lilliput.swarm.placement import (
 from lilliput.swarm.records import ServerRecord
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 #: so often a server that joins looks whether others had the same thought
 _SECOND_LOOKS = 3
@@ -58,6 +60,8 @@ class Mover:
         self._length = record.end - record.start
         self._look_seconds, self._lease_seconds = look_seconds, lease_seconds
         self._stays_until = 0.0
+        self._failures = 0
+        self._held: Span | None = None
         self.block_rate, self.urgent = block_rate, False
 
     async def choose(self) -> Span:
@@ -85,24 +89,26 @@ class Mover:
         self._alone = False
         return span
 
-    @contextlib.asynccontextmanager
-    async def claiming(self, span: Span) -> AsyncIterator[None]:
-        """In the block, which reads the span, the swarm is told that the server joins with it."""
+    async def read(self, span: Span, read: Callable[[Span], Awaitable[T]]) -> T:
+        """What `read(span)` returns; meanwhile the swarm is told that the server joins with it.
 
-        async def go_on() -> None:
-            while True:
-                try:
-                    await directory.announce(self._node, self._joining(span), self._lease_seconds)
-                except Exception as e:  # the network may come back
-                    logger.warning("could not announce this server to the swarm: %s", e)
-                await asyncio.sleep(self._lease_seconds / 3)
-
-        announcing = asyncio.ensure_future(go_on())
+        Where a move fails so, the server goes back to the span that it held before, and stays there for twice as long
+        as after the last move that did.
+        """
         try:
-            yield
-        finally:
-            announcing.cancel()
-            await asyncio.wait({announcing})  # a late one would undo what is announced next
+            async with self._claiming(span):
+                result = await read(span)
+            self._held = span
+            return result
+        except Exception as e:
+            back = self._held
+            if back is None or back == span:
+                raise
+            logger.error("cannot move to blocks %d:%d, so back to %d:%d: %s", *span, *back, e)
+        self._failures += 1
+        stay = LOOKS_TO_STAY * self._look_seconds * 2**self._failures
+        self._stays_until = time.monotonic() + jittered(stay, random.random())
+        return await self.read(back, read)
 
     async def watch(self, span: Span, tell: Callable[[Span | None], Awaitable[None]]) -> Span:
         """Return when the server should leave `span`, and for which.
@@ -150,6 +156,25 @@ class Mover:
             and record.fingerprint in ("", mine.fingerprint)
         ]
         return Coverage.of(records, mine.model_blocks), self.block_rate or usual_block_rate(records)
+
+    @contextlib.asynccontextmanager
+    async def _claiming(self, span: Span) -> AsyncIterator[None]:
+        """In the block, which reads the span, the swarm is told that the server joins with it."""
+
+        async def go_on() -> None:
+            while True:
+                try:
+                    await directory.announce(self._node, self._joining(span), self._lease_seconds)
+                except Exception as e:  # the network may come back
+                    logger.warning("could not announce this server to the swarm: %s", e)
+                await asyncio.sleep(self._lease_seconds / 3)
+
+        announcing = asyncio.ensure_future(go_on())
+        try:
+            yield
+        finally:
+            announcing.cancel()
+            await asyncio.wait({announcing})  # a late one would undo what is announced next
 
     def _joining(self, span: Span) -> ServerRecord:
         start, end = span

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lilliput.swarm.directory import LEASE_SECONDS
-from lilliput.wire.limits import FIRST_STEP_SECONDS, SESSION_IDLE_SECONDS, UNUSED_SECONDS
+from lilliput.wire.limits import FIRST_STEP_SECONDS, PEER_BYTES_PER_SECOND, SESSION_IDLE_SECONDS, UNUSED_SECONDS
 
 #: by default: with all the rest, a server that is told to leave is gone within 5 s
 DRAIN_SECONDS = 3.0
@@ -30,6 +30,7 @@ class ServerOptions:
     :ivar rebalance_seconds: a server that was not told its blocks looks about this often whether to move; 0: never
     :ivar drain_seconds: how long `drain` lets running sessions move to other servers
     :ivar peer_share: of the cache, at most so much for one peer's sessions
+    :ivar peer_rate: bytes a second that one peer may send, on average
     :ivar fair_seconds: while others wait, sessions past their peer's equal share are ended when they have had so long
     :ivar unused_seconds: pings alone keep a session without a first step for so long
     :ivar share_prefixes: let clients find each other's prefixes in the cache (only where members trust each other)
@@ -45,6 +46,7 @@ class ServerOptions:
     max_queue: int = 256
     max_sessions_per_peer: int = 256
     peer_share: float = 1.0
+    peer_rate: float = PEER_BYTES_PER_SECOND
     first_step_seconds: float = FIRST_STEP_SECONDS
     idle_seconds: float = SESSION_IDLE_SECONDS
     unused_seconds: float = UNUSED_SECONDS

@@ -45,6 +45,7 @@ class _Pushed:
     tensors: Mapping[str, torch.Tensor]
     codec: str
     failed: Callable[[], None]
+    sent: float = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -52,11 +53,15 @@ class _Pushed:
 
 
 class PushStream:
-    """To one peer. It is dialled when it is made, and ends when it breaks, when the peer takes nothing, or unused."""
+    """To one peer. It is dialled when it is made, and ends when it breaks, when the peer takes nothing, or unused.
+
+    :ivar there_and_back: seconds from when the last push left until it was taken; 0: none was yet
+    """
 
     def __init__(self, node: Node, peer: str) -> None:
         self.peer = peer
         self.ended = False
+        self.there_and_back = 0.0
         self._node = node
         self._loop = asyncio.get_running_loop()
         self._channel: Channel | None = None
@@ -81,7 +86,7 @@ class PushStream:
         self._untaken[body.number] = pushed
         self._bytes += pushed.nbytes
         if self._channel is not None:
-            self._channel.post(pushed.message, tensors, codec=codec)
+            self._send(self._channel, pushed)
             if len(self._untaken) == 1:
                 self._watch()
 
@@ -102,7 +107,7 @@ class PushStream:
         try:
             self._channel = channel = await self._node.open(self.peer, PUSH, within=PUSH_SECONDS)
             for pushed in self._untaken.values():  # what has come while it was dialled
-                channel.post(pushed.message, pushed.tensors, codec=pushed.codec)
+                self._send(channel, pushed)
             self._watch()
             while (received := await channel.receive()) is not None:
                 if isinstance(received.body, pb.Taken):
@@ -112,9 +117,15 @@ class PushStream:
         finally:
             self.end()
 
+    def _send(self, channel: Channel, pushed: _Pushed) -> None:
+        pushed.sent = self._loop.time()
+        channel.post(pushed.message, pushed.tensors, codec=pushed.codec)
+
     def _taken(self, number: int) -> None:
         while self._untaken and (first := next(iter(self._untaken))) <= number:
-            self._bytes -= self._untaken.pop(first).nbytes
+            pushed = self._untaken.pop(first)
+            self._bytes -= pushed.nbytes
+            self.there_and_back = self._loop.time() - pushed.sent
         if not self._untaken:
             self._watch()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.errors import BadRequest, Busy, CacheFull, Draining, LilliputError, ServerFailure, SessionExpired
 from lilliput.server.admission import Ticket
 from lilliput.server.arrived import Arrived, split_keys
+from lilliput.server.session_log import SessionLog
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Received, error_message
 from lilliput.wire.limits import DEFAULT_LIMITS, PUSH_KEY_BYTES
@@ -28,8 +28,6 @@ from lilliput.wire.tensors import check_codec
 
 if TYPE_CHECKING:
     from lilliput.server.client_stream import ClientStream
-
-logger = logging.getLogger(__name__)
 
 _MAX_ROWS = 1024
 _TENSORS = {"hidden", "mask", "position_ids", "prompts"}
@@ -47,6 +45,7 @@ class ServedSession:
 
     def __init__(self, stream: ClientStream, number: int, body: pb.Open) -> None:
         service = stream.service
+        self._log = SessionLog(body, stream.peer)
         service.check_blocks(body.model, body.start, body.end)
         if not 0 < body.rows <= _MAX_ROWS:
             raise BadRequest(f"a session has 1 to {_MAX_ROWS} rows, not {body.rows}")
@@ -116,6 +115,7 @@ class ServedSession:
             bid=body.bid,
             owner=b"" if self._service.share_prefixes else self._stream.peer.encode(),
             adapter=body.adapter,
+            peer=self._stream.peer,
             prefix=self._prefix or None,
         )
         self._opening.add_done_callback(lambda opening: self._soon(self._accepted, opening))
@@ -134,6 +134,7 @@ class ServedSession:
         info = self._info(accepted=True)
         info.cached_tokens = self._session.length
         self._post(pb.Message(info=info))
+        self._log.opened(info.cached_tokens)
 
     def _info(self, *, accepted: bool) -> pb.Info:
         service, ticket = self._service, self._ticket
@@ -171,15 +172,19 @@ class ServedSession:
         try:
             self._step(arrived)
         except LilliputError as e:
-            self._post(error_message(e, step_id=arrived.body.step_id))
+            self._fail(arrived, e)
         except Exception as e:  # one client's step must not end another's session
-            logger.exception("a step could not be taken")
-            error = ServerFailure(f"the step could not be taken: {e}")
-            self._post(error_message(error, step_id=arrived.body.step_id))
+            self._log.exception("a step could not be taken")
+            self._fail(arrived, ServerFailure(f"the step could not be taken: {e}"))
+
+    def _fail(self, arrived: Arrived, why: LilliputError) -> None:
+        self._log.failed(arrived.body.step_id, why)
+        self._post(error_message(why, step_id=arrived.body.step_id))
 
     def _step(self, arrived: Arrived) -> None:
         body, tensors = arrived.body, arrived.tensors
         session, service = self._session, self._service
+        self._log.serves(body.request_id)
         if session is None:
             raise BadRequest("this session has not been accepted yet; wait for the info message that says so")
         hidden = tensors.get("hidden")
@@ -259,17 +264,16 @@ class ServedSession:
         if isinstance(result, SessionExpired):  # its cache is not what the client needs any more
             self.end(result)
         elif isinstance(result, LilliputError):
-            self._post(error_message(result, step_id=arrived.body.step_id))
-        elif arrived.body.route:
-            self._push(arrived, result)
+            self._fail(arrived, result)
         else:
-            self._answer(arrived, result)
+            self._log.computed(result)
+            (self._push if arrived.body.route else self._answer)(arrived, result)
 
     def _answer(self, arrived: Arrived, result: StepOutput, *, unpushed: bool = False) -> None:
         """Send the outputs to the client."""
         if self._ended:
             return
-        timing = self._timing(result)
+        timing = self._timing(arrived, result)
         output = pb.Output(
             step_id=arrived.body.step_id,
             length=result.length,
@@ -291,15 +295,15 @@ class ServedSession:
         step.CopyFrom(arrived.body)
         del step.route[:]
         step.route.extend(rest)
-        body = pb.Push(push_key=following.push_key, step=step, before=[*arrived.before, self._timing(result)])
+        stream, timing = pushes.to(following.peer), self._timing(arrived, result)
+        timing.there_and_back_ms = stream.there_and_back * 1e3
+        body = pb.Push(push_key=following.push_key, step=step, before=[*arrived.before, timing])
         tensors = {**arrived.tensors, "hidden": result.hidden}
-        pushes.to(following.peer).push(
-            body, tensors, self._codec, failed=lambda: self._answer(arrived, result, unpushed=True)
-        )
+        stream.push(body, tensors, self._codec, failed=lambda: self._answer(arrived, result, unpushed=True))
 
-    def _timing(self, result: StepOutput) -> pb.Timing:
+    def _timing(self, arrived: Arrived, result: StepOutput) -> pb.Timing:
         return pb.Timing(
-            queued_ms=result.queued_seconds * 1e3,
+            queued_ms=max(time.perf_counter() - arrived.at - result.compute_seconds, 0.0) * 1e3,
             compute_ms=result.compute_seconds * 1e3,
             computed_tokens=result.computed_tokens,
             max_length=self._session.max_length if self._session is not None else 0,
@@ -317,7 +321,8 @@ class ServedSession:
     def end(self, why: LilliputError) -> None:
         """Tell the client why the session ends, and end it."""
         if not self._ended:
-            self._post(error_message(why, closed=True))
+            self._log.ended(why)
+            self._stream.last_word(self._number, error_message(why, closed=True))
             self.release()
 
     def release(self) -> None:
@@ -325,6 +330,7 @@ class ServedSession:
         if self._ended:
             return
         self._ended = True
+        self._log.closed()
         if self._timer is not None:
             self._timer.cancel()
         self._stream.forget(self._number)

@@ -26,12 +26,12 @@ from lilliput.models import quantization
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
-from lilliput.server.loading import DTYPES, Loaded, in_thread, load
+from lilliput.server.loading import DTYPES, Loaded, clear_away, in_thread, load
 from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 from lilliput.server.survey import survey
-from lilliput.swarm.loop import new_event_loop
+from lilliput.swarm.loop import new_event_loop, uninterrupted
 from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import Span
@@ -111,12 +111,15 @@ class Server(hivemind.moe.Server):
             "nat": nat,
             "relays": relays,
             "swarm_key": SwarmKey.of(swarm_key),
+            "peer_rate": self.options.peer_rate,
         }
         self._progress = progress
         self._ready = threading.Event()
         #: set when the server is ready, or has failed
         self.decided = threading.Event()
         self._failure: BaseException | None = None
+        #: `join` would do, but in Python before 3.13 a signal that interrupts it has the thread taken for ended
+        self._ended = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._draining: asyncio.Event | None = None
@@ -149,6 +152,7 @@ class Server(hivemind.moe.Server):
         finally:
             self._ready.clear()
             self.decided.set()
+            self._ended.set()
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start; if `await_ready`, return when the server can be used, or raise why it cannot."""
@@ -169,13 +173,18 @@ class Server(hivemind.moe.Server):
         return self._ready
 
     def shutdown(self, timeout: float | None = 10.0) -> None:
-        """Tell the sessions, withdraw the record, end daemon and engine. May be called twice, from any thread."""
+        """Tell the sessions, withdraw the record, end daemon and engine. May be called twice, from any thread.
+
+        :param timeout: for all that, in seconds. What a signal raises meanwhile is raised when it is done.
+        """
         self._shutdown_requested = True
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended already
                 self._loop.call_soon_threadsafe(self._stopping.set)
-        if self.is_alive() and threading.current_thread() is not self:
-            self.join(timeout)
+        if self.ident is not None and threading.current_thread() is not self:
+            uninterrupted(self._ended.wait, threading.TIMEOUT_MAX if timeout is None else timeout)
+            if self._ended.is_set():
+                self.join()
 
     def drain(self) -> None:
         """Take nothing new, let running sessions move elsewhere for `drain_seconds`, then leave. Returns at once.
@@ -262,14 +271,16 @@ class Server(hivemind.moe.Server):
     async def _load(self, starting: asyncio.Future[Node], abandoned: threading.Event) -> Loaded:
         """Read the blocks; first choose them, where nobody has."""
 
-        def read() -> Loaded:
-            loaded = load(self.model, self.blocks, self.options, self._progress)
+        def read(span: Span) -> Loaded:
+            if self._calls is not None:
+                clear_away()
+            loaded = load(self.model, span, self.options, self._progress)
             if abandoned.is_set():  # nobody waits for it any more
                 loaded.service.engine.stop()
             return loaded
 
         if not self._chooses:
-            return await in_thread(read)
+            return await in_thread(lambda: read(self.blocks))
         if self._mover is None:
             outlook = await in_thread(lambda: survey(self.model, self.options, self._progress))
             node = await asyncio.shield(starting)
@@ -284,8 +295,8 @@ class Server(hivemind.moe.Server):
             )
         if self.blocks == _NONE:
             self.blocks = await self._mover.choose()
-        async with self._mover.claiming(self.blocks):
-            loaded = await in_thread(read)
+        loaded = await self._mover.read(self.blocks, lambda span: in_thread(lambda: read(span)))
+        self.blocks = loaded.service.span.start, loaded.service.span.end
         self._mover.block_rate = loaded.throughput * (self.blocks[1] - self.blocks[0])
         return loaded
 

@@ -19,6 +19,7 @@ from hivemind.moe.expert_uid import FLAT_EXPERT, UID_DELIMITER, is_valid_uid
 from hivemind.utils import get_dht_time
 
 from lilliput.errors import BadRequest, Unreachable
+from lilliput.swarm.keepers import BEAM
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import MOST_BLOCKS, ServerRecord
 from lilliput.swarm.signatures import owner_of, signed_subkey
@@ -31,6 +32,8 @@ _REGISTRY = "lilliput:1"
 _GONE = b""
 #: no lease is longer (seconds): its server would be found long after it died
 MOST_LEASE_SECONDS = 60.0
+#: a model is named for so many leases
+_HINT_LEASES = 3
 #: clocks that differ by so much are put up with (seconds)
 _CLOCKS_SECONDS = 30.0
 #: a later expiration wins, and clocks and floats are what they are
@@ -52,17 +55,19 @@ class Announcement:
 
 async def announce(node: Node, record: ServerRecord, lease_seconds: float = LEASE_SECONDS) -> bool:
     """Tell the swarm about this node's server, or that it still lives. False if no peer kept the record."""
-    entries: list[tuple[str, str, Any]] = [
-        (_key(record.model), signed_subkey(record.peer_id), record.to_bytes()),
-        (_REGISTRY, record.model, record.model_blocks),
-    ]
-    kept = await _store(node, entries, min(lease_seconds, MOST_LEASE_SECONDS))
-    return kept[0]  # whose word on the model is the latest does not matter
+    lease_seconds = min(lease_seconds, MOST_LEASE_SECONDS)
+    storing = [_store_own(node, record, record.to_bytes(), lease_seconds)]
+    if node.lease_ends.get((_REGISTRY, record.model), 0.0) < float(get_dht_time()) + lease_seconds / 2:
+        # whose word on the model is the latest does not matter, so it need not be said each time
+        hint = _REGISTRY, record.model, record.model_blocks
+        storing.append(_store(node, [hint], _HINT_LEASES * lease_seconds))
+    kept, *_ = await asyncio.gather(*storing)
+    return kept
 
 
 async def withdraw(node: Node, record: ServerRecord) -> bool:
     """Say goodbye: nobody who looks from now on finds the server."""
-    return all(await _store(node, [(_key(record.model), signed_subkey(record.peer_id), _GONE)], 0.0))
+    return await _store_own(node, record, _GONE, 0.0)
 
 
 async def find(node: Node, model: str) -> list[ServerRecord]:
@@ -105,24 +110,32 @@ async def declare_uids(
         uid = f"{prefix}{UID_DELIMITER}{index}"
         entries.append((uid, None, me))
         entries.append((f"{uid}{UID_DELIMITER}", FLAT_EXPERT, (uid, me)))
-    return all(await _store(node, entries, lease_seconds))
+    return await _store(node, entries, lease_seconds)
 
 
 def _key(model: str) -> str:
     return f"{_REGISTRY}:{model}"
 
 
-async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> list[bool]:
-    """Which of the entries were kept."""
-    now = float(get_dht_time())
-    ends = []
-    for key, subkey, _ in entries:
-        end = max(now + lease_seconds, node.lease_ends.get((key, subkey), now) + _MARGIN_SECONDS)
-        node.lease_ends[key, subkey] = end
-        ends.append(end)
+async def _store_own(node: Node, record: ServerRecord, value: bytes, lease_seconds: float) -> bool:
+    """Say something of this node's server. False if nobody keeps it."""
+    key, subkey = _key(record.model), signed_subkey(record.peer_id)
+    return await node.keepers(key).store(subkey, value, _lease_end(node, key, subkey, lease_seconds))
+
+
+async def _store(node: Node, entries: list[tuple[str, Any, Any]], lease_seconds: float) -> bool:
+    """False if some entry was kept by nobody."""
+    ends = [_lease_end(node, key, subkey, lease_seconds) for key, subkey, _ in entries]
     keys, subkeys, values = (list(column) for column in zip(*entries, strict=True))
-    stored = await node.dht.store_many(keys, values, ends, subkeys=subkeys)
-    return [bool(stored[key if subkey is None else (key, subkey)]) for key, subkey, _ in entries]
+    return all((await node.dht.store_many(keys, values, ends, subkeys=subkeys, beam_size=BEAM)).values())
+
+
+def _lease_end(node: Node, key: str, subkey: Any, lease_seconds: float) -> float:
+    """Later than that of the last entry, which it is to replace."""
+    now = float(get_dht_time())
+    end = max(now + lease_seconds, node.lease_ends.get((key, subkey), now) + _MARGIN_SECONDS)
+    node.lease_ends[key, subkey] = end
+    return end
 
 
 async def _latest(node: Node, key: str) -> dict[Any, tuple[Any, float]]:
@@ -133,7 +146,7 @@ async def _latest(node: Node, key: str) -> dict[Any, tuple[Any, float]]:
     node.signatures.expect_dictionary(node.dht, key)
     try:
         async with asyncio.timeout(FIND_SECONDS):
-            found = await node.dht.get(key, latest=True)
+            found = await node.dht.get(key, latest=True, beam_size=BEAM)
     except TimeoutError as e:
         raise Unreachable(f"no peer answered within {FIND_SECONDS:.0f} s what it knows of {key!r}") from e
     if found is None or not isinstance(found.value, dict):

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -40,6 +41,24 @@ class EventLoop(_Fastest):  # type: ignore[misc, valid-type]
 def new_event_loop() -> asyncio.AbstractEventLoop:
     """An event loop for a `Node`."""
     return EventLoop()
+
+
+def uninterrupted(wait: Callable[[float], object], seconds: float) -> None:
+    """`wait(seconds)`, to its end whatever signals raise meanwhile; the first of that is raised afterwards.
+
+    For what clears away: a second Ctrl-C would leave processes and files behind.
+    """
+    until, interruption = time.monotonic() + seconds, None
+    while (left := until - time.monotonic()) > 0:
+        try:
+            wait(left)
+            break
+        except Exception:
+            raise
+        except BaseException as e:
+            interruption = interruption or e
+    if interruption is not None:
+        raise interruption
 
 
 class LoopThread:
@@ -100,10 +119,15 @@ class LoopThread:
             ending = asyncio.run_coroutine_threadsafe(self._wind_up(), self.loop)
             self._stopped = True
         atexit.unregister(self.stop)
-        with contextlib.suppress(Exception):
-            ending.result(_STOP_SECONDS)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_STOP_SECONDS)
+
+        def end(within: float) -> None:
+            with contextlib.suppress(Exception):
+                ending.result(within)
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(within)
+
+        uninterrupted(end, _STOP_SECONDS)
 
     async def _wind_up(self) -> None:
         for closer in reversed(self._closers):

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import IO, Any
@@ -22,13 +21,19 @@ from hivemind.utils import MSGPackSerializer
 
 from lilliput.errors import Busy, LilliputError, SwarmError, Unauthorized, Unreachable
 from lilliput.swarm.addresses import check_ports_free, checked
+from lilliput.swarm.allowance import Allowances
+from lilliput.swarm.callers import CallersP2P
+from lilliput.swarm.daemon import STARTUP_SECONDS, STOP_SECONDS, nobody_answers, reason_of, start_daemon
 from lilliput.swarm.identity import take_identity
+from lilliput.swarm.keepers import Keepers
 from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
+from lilliput.swarm.storage import guard
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_message, error_of
+from lilliput.wire.limits import PEER_BURST_SECONDS, PEER_BYTES_PER_SECOND
 from lilliput.wire.protocol import PING
 
 log = logging.getLogger(__name__)
@@ -36,16 +41,11 @@ log = logging.getLogger(__name__)
 StreamCallback = Callable[[Channel, PeerID], Awaitable[None]]
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-#: a daemon starts in 0.2 s; when many start at once on a slow machine it takes far longer
-STARTUP_SECONDS = 60.0
-#: how often starting is tried again when the daemon was too slow or the bootstrap peers are not there yet
-STARTUP_ATTEMPTS = 3
 OPEN_SECONDS = 10.0
+#: where those who are there are too busy to let us in, it is tried so often
+_JOIN_ATTEMPTS = 3
 #: a daemon that nobody connects to (we were killed while it started) ends by itself after this long
 _ORPHAN_SECONDS = 20.0
-_STOP_SECONDS = 3.0
-#: a fork takes milliseconds
-_FORK_AGAIN_SECONDS = 0.01, 0.1
 #: so many streams may one peer have open here; those of hivemind's own calls are not counted
 MOST_STREAMS = 256
 #: who was refused by all bootstrap peers asks them why, for so long in all (seconds)
@@ -78,12 +78,20 @@ class Node:
     """
 
     def __init__(
-        self, p2p: P2P, dht: DHTNode, signatures: Signatures, identity_file: IO[bytes], key: SwarmKey | None
+        self,
+        p2p: P2P,
+        dht: DHTNode,
+        signatures: Signatures,
+        identity_file: IO[bytes],
+        key: SwarmKey | None,
+        peer_rate: float = PEER_BYTES_PER_SECOND,
     ) -> None:
         self.p2p, self.dht, self.signatures = p2p, dht, signatures
         self.peer_id: PeerID = p2p.peer_id
         self.key = key
         self.lease_ends: dict[tuple[str, str], float] = {}
+        self._keepers: dict[str, Keepers] = {}
+        self._bytes = Allowances(peer_rate, PEER_BURST_SECONDS * peer_rate)
         self._streams: Counter[str] = Counter()
         self._identity_file = identity_file
         self._handlers: set[asyncio.Task[Any]] = set()
@@ -101,6 +109,7 @@ class Node:
         nat: bool = False,
         relays: Sequence[str] | None = None,
         swarm_key: SwarmKey | str | os.PathLike[str] | None = None,
+        peer_rate: float = PEER_BYTES_PER_SECOND,
         startup_timeout: float = STARTUP_SECONDS,
     ) -> Node:
         """Start a daemon and join the swarm.
@@ -114,6 +123,7 @@ class Node:
         :param relays: be reachable only through these peers, which must be reachable themselves; if empty, through
             the initial peers
         :param swarm_key: of a private swarm, or the file that holds it; only members are spoken to
+        :param peer_rate: bytes a second that one peer may send; past that it is read more slowly
         :param startup_timeout: seconds that one try to start the daemon may take
 
         Raises `BadRequest` for addresses that make no sense or a port in use, `Unreachable` if no initial peer
@@ -144,39 +154,30 @@ class Node:
             "idle_timeout": _ORPHAN_SECONDS,
             "startup_timeout": startup_timeout,
         }
-        p2p: P2P | None = None
         try:
-            p2p = await _start_daemon(options, SealedP2P if key else P2P)
-            if isinstance(p2p, SealedP2P) and key:
-                p2p.key = key
-            dht = await DHTNode.create(
-                p2p=p2p,
-                initial_peers=initial_peers or None,
-                client_mode=client_mode,
-                record_validator=signatures,
-                bootstrap_timeout=OPEN_SECONDS,
-                cache_locally=False,
-                cache_nearest=0,
-                cache_on_store=False,
-            )
-        except BaseException as e:
-            refused: LilliputError | None = None
-            if p2p is not None:
-                if isinstance(e, RuntimeError) and "bootstrap failed" in str(e):
-                    refused = await _why_refused(p2p, key, initial_peers)
-                await p2p.shutdown()
+            for attempt in range(_JOIN_ATTEMPTS, 0, -1):
+                try:
+                    p2p, dht = await _join(options, key, signatures, client_mode)
+                    break
+                except _Late as e:
+                    if attempt == 1:
+                        raise SwarmError(f"{e}, {_JOIN_ATTEMPTS} times in a row") from e
+                    log.info("%s; trying again", e)
+        except BaseException:
             identity_file.close()
-            if isinstance(e, ValidationError):
-                raise SwarmError(f"the swarm does not take us: {e} (set the clocks: timedatectl set-ntp true)") from e
-            if refused is not None:
-                raise refused from e
             raise
         dht.protocol.serializer = _TolerantSerializer
-        signatures.guard(dht)
+        guard(dht)
         remove_stale_sockets()
         if identity_path is None:
             identity_file.close()  # and so it is gone; the daemon has read it
-        return cls(p2p, dht, signatures, identity_file, key)
+        return cls(p2p, dht, signatures, identity_file, key, peer_rate)
+
+    def keepers(self, key: str) -> Keepers:
+        """Of a key of the DHT."""
+        if key not in self._keepers:
+            self._keepers[key] = Keepers(self.dht, self.signatures, key)
+        return self._keepers[key]
 
     async def addresses(self) -> list[str]:
         """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
@@ -206,6 +207,7 @@ class Node:
             peer = str(info.peer_id)
             self._streams[peer] += 1
             channel = Channel(reader, writer, peer=f"peer {peer}")
+            channel.pace = self._bytes.of(peer).take
             try:
                 if self._streams[peer] > MOST_STREAMS:
                     error = Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
@@ -231,6 +233,10 @@ class Node:
 
         await self.p2p.add_binary_stream_handler(handler_name, handle)
 
+    async def received(self, peer_id: PeerID, count: int) -> None:
+        """So many bytes came from a peer by another way than `serve`; returns when it may send more."""
+        await asyncio.sleep(self._bytes.of(str(peer_id)).take(count))
+
     async def stop(self) -> None:
         """End all streams, leave the DHT, end the daemon. May be called twice."""
         if self._stopped:
@@ -240,12 +246,12 @@ class Node:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+            await asyncio.wait(tasks, timeout=STOP_SECONDS)
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS):
                 await self.dht.shutdown()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_SECONDS):
+            async with asyncio.timeout(STOP_SECONDS):
                 await self.p2p.shutdown()
         self._identity_file.close()
 
@@ -265,12 +271,49 @@ async def _open(p2p: P2P, key: SwarmKey | None, peer: PeerID, handler_name: str,
     except TimeoutError as e:
         raise Unreachable(f"peer {peer} did not answer within {within:.0f} s", str(peer)) from e
     except (P2PDaemonError, OSError, asyncio.IncompleteReadError) as e:
-        raise Unreachable(f"cannot reach peer {peer}: {_reason(e)}", str(peer)) from e
+        raise Unreachable(f"cannot reach peer {peer}: {reason_of(e)}", str(peer)) from e
+
+
+class _Late(SwarmError):
+    """Those who are there take too long to let us in."""
+
+
+async def _join(
+    options: dict[str, Any], key: SwarmKey | None, signatures: Signatures, client_mode: bool
+) -> tuple[P2P, DHTNode]:
+    p2p = await start_daemon(options, SealedP2P if key else CallersP2P)
+    if isinstance(p2p, SealedP2P) and key:
+        p2p.key = key
+    initial_peers = options["initial_peers"]
+    try:
+        try:
+            dht = await DHTNode.create(
+                p2p=p2p,
+                initial_peers=initial_peers,
+                client_mode=client_mode,
+                record_validator=signatures,
+                bootstrap_timeout=OPEN_SECONDS,
+                cache_locally=False,
+                cache_nearest=0,
+                cache_on_store=False,
+            )
+        except ValidationError as e:
+            if "access" in str(e):  # it has called us back, and got no answer in time
+                raise _Late(f"the swarm does not take us: {e}") from e
+            raise SwarmError(f"the swarm does not take us: {e} (set the clocks: timedatectl set-ntp true)") from e
+        except RuntimeError as e:
+            if "bootstrap failed" in str(e):
+                raise await _why_refused(p2p, key, initial_peers) from e
+            raise
+    except BaseException:
+        await p2p.shutdown()
+        raise
+    return p2p, dht
 
 
 async def _why_refused(p2p: P2P, key: SwarmKey | None, initial_peers: Sequence[str]) -> LilliputError:
     """Why no initial peer let us join: they may be gone, or not want us, or not be whom we look for."""
-    why: LilliputError = _nobody_answers(initial_peers)
+    why: LilliputError = nobody_answers(initial_peers)
 
     async def ask(peer: PeerID) -> None:
         nonlocal why
@@ -281,6 +324,8 @@ async def _why_refused(p2p: P2P, key: SwarmKey | None, initial_peers: Sequence[s
             channel.close()
             if received is not None and isinstance(received.body, pb.Error):
                 raise error_of(received.body)
+            if received is not None and isinstance(why, Unreachable) and not isinstance(why, NotAMember):
+                why = _Late("the initial peers are there, but too busy to let us join in time")
         except Unauthorized as e:
             why = e
         except NotAMember as e:
@@ -296,68 +341,3 @@ async def _why_refused(p2p: P2P, key: SwarmKey | None, initial_peers: Sequence[s
         for task in asking:
             task.cancel()
     return why
-
-
-async def _start_daemon(options: dict[str, Any], kind: type[P2P]) -> P2P:
-    for attempt in range(1, STARTUP_ATTEMPTS + 1):
-        try:
-            return await _create(options, kind)
-        except P2PDaemonError as e:
-            remove_stale_sockets()  # a daemon that fails leaves its own behind
-            reason = _reason(e)
-            nobody = "bootstrap peers" in reason
-            if not nobody and "failed to start in" not in reason:
-                raise SwarmError(f"the p2p daemon did not start: {reason}") from e
-            if attempt == STARTUP_ATTEMPTS:
-                if nobody:
-                    raise _nobody_answers(options["initial_peers"]) from e
-                raise SwarmError(
-                    f"the p2p daemon did not start in {options['startup_timeout']:.0f} s, {attempt} times in a row; "
-                    "is this machine overloaded? A longer startup timeout may help"
-                ) from e
-            log.info("the p2p daemon did not start (%s); trying again", reason)
-            await asyncio.sleep(0.5)
-        except (OSError, ValueError) as e:
-            raise SwarmError(f"the p2p daemon did not start: {e}") from e
-    raise AssertionError("unreachable")
-
-
-async def _create(options: dict[str, Any], kind: type[P2P]) -> P2P:
-    """`P2P.create`, which leaves its daemon running when cancelled. This does not."""
-    starting = asyncio.ensure_future(_create_in_turn(options, kind))
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await asyncio.wait({starting}, timeout=_STOP_SECONDS)
-        if starting.done() and not starting.cancelled() and starting.exception() is None:
-            await starting.result().shutdown()
-        else:
-            starting.cancel()
-        raise
-
-
-async def _create_in_turn(options: dict[str, Any], kind: type[P2P]) -> P2P:
-    """`P2P.create` beside those of other event loops in this process, only one of which uvloop lets fork at a time."""
-    while True:
-        try:
-            return await kind.create(**options)
-        except RuntimeError as e:
-            if "Racing with another loop" not in str(e):
-                raise
-            await asyncio.sleep(random.uniform(*_FORK_AGAIN_SECONDS))
-
-
-def _nobody_answers(initial_peers: Sequence[str]) -> Unreachable:
-    return Unreachable(
-        f"none of the initial peers answers ({', '.join(initial_peers)}); "
-        "are they running, and is the address (with the peer id at its end) right?"
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """What the daemon said, without its own date and prefix."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    for prefix in ("Daemon failed to start: ", "Connect failed. msg="):
-        text = text.removeprefix(prefix)
-    words = text.split(" ", 2)
-    return words[2] if len(words) == 3 and words[0].count("/") == 2 and words[0][:1].isdigit() else text

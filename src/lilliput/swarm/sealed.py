@@ -6,16 +6,17 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from hivemind.p2p import P2P, P2PContext, PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils.asyncio import as_aiter, asingle
 
 from lilliput.errors import LilliputError
+from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.membership import NotAMember, SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 
 
-class SealedP2P(P2P):
+class SealedP2P(CallersP2P):
     """hivemind's handle of the daemon, for members only.
 
     Every message travels inside a `Sealed`. hivemind's authorizers see no peer ids and wrap no streams; this does both.

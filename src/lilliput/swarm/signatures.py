@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 import struct
 from functools import lru_cache
-from typing import Any
 
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
-from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 
@@ -45,12 +44,6 @@ class Signatures(RecordValidatorBase):
         self._subkey = signed_subkey(str(identity.peer_id))
         self._dictionaries: set[bytes] = set()
 
-    def guard(self, dht: DHTNode) -> None:
-        """Have a DHT node keep what is signed from being hidden or pushed out by what is not. See `_Storage`."""
-        storage = _Storage()
-        storage.__dict__.update(dht.protocol.storage.__dict__)  # neighbours may have handed something over already
-        dht.protocol.storage, dht.protocol.cache = storage, _NoCache()
-
     def expect_dictionary(self, dht: DHTNode, key: str) -> None:
         """From now on, believe nobody who says that there is a single value instead of subkeys under this key."""
         key_id = DHTID.generate(source=key)
@@ -73,34 +66,6 @@ class Signatures(RecordValidatorBase):
 
     def strip_value(self, record: DHTRecord) -> bytes:
         return record.value if owner_of(_subkey(record)) is None else _split(record.value)[0]
-
-
-class _Storage(DHTLocalStorage):
-    """A dictionary of subkeys never makes way for a single value, however long that claims to hold: only a single value
-    for a dictionary."""
-
-    def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
-        known = self.get(key)
-        single = subkey is None and not isinstance(value, DictionaryDHTValue)
-        if single and known is not None and isinstance(known.value, DictionaryDHTValue):
-            return False
-        return bool(super().store(key, value, expiration_time, subkey))
-
-    def store_subkey(self, key: DHTID, subkey: Any, value: Any, expiration_time: float) -> bool:
-        known = self.get(key)
-        if known is not None and not isinstance(known.value, DictionaryDHTValue):
-            del self[key]
-        return bool(super().store_subkey(key, subkey, value, expiration_time))
-
-
-class _NoCache(DHTLocalStorage):
-    """Whoever is asked prefers what it has cached and ends later: a peer could hide the truth behind anything."""
-
-    def store(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    def store_subkey(self, *_: Any, **__: Any) -> bool:
-        return False
 
 
 @lru_cache(_REMEMBERED)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,8 @@ _LINGER_SECONDS = 10.0
 #: what a peer goes on sending is thrown away for so long (seconds)
 _HEAR_OUT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.2
+#: what a message costs beside its bytes, in bytes
+_MESSAGE_BYTES = 1 << 10
 #: an error may quote what the peer sent, but not at length
 _MAX_ERROR_TEXT = 2000
 
@@ -53,6 +55,7 @@ class Channel:
 
     :param reader, writer: a stream as hivemind's `P2P` hands it out
     :param peer: who is at the other end, for error messages
+    :ivar pace: told how many bytes have come, it says how many seconds to wait before more are read
     :ivar arriving: while a long message arrives: when its last bytes did (the loop's time); 0 otherwise
     """
 
@@ -68,6 +71,7 @@ class Channel:
         self.peer, self.limits = peer, limits
         self._outgoing: list[bytes | memoryview] = []
         self._flushing: asyncio.Handle | None = None
+        self.pace: Callable[[int], float] | None = None
         self.arriving = 0.0
 
     def post(
@@ -161,6 +165,8 @@ class Channel:
                     "send the tokens in several steps"
                 )
             tensors = {header.name: decode(header, await self._read(header.nbytes, within)) for header in headers}
+            short = sum(header.nbytes for header in headers if header.nbytes <= _READ_CHUNK)
+            await self._keep_pace(_MESSAGE_BYTES + length + short)
         except (asyncio.IncompleteReadError, OSError):
             return None
         except DecodeError as e:
@@ -178,9 +184,15 @@ class Channel:
                 return await self._reader.readexactly(count)
         data, loop = bytearray(), asyncio.get_running_loop()
         while len(data) < count:
-            data += await self._read(min(_READ_CHUNK, count - len(data)), within)
+            chunk = await self._read(min(_READ_CHUNK, count - len(data)), within)
+            data += chunk
             self.arriving = loop.time()
+            await self._keep_pace(len(chunk))
         return data
+
+    async def _keep_pace(self, count: int) -> None:
+        if self.pace is not None and (wait := self.pace(count)):
+            await asyncio.sleep(wait)
 
     async def expect(self, kind: str) -> Received:
         """The next message, which must be of this kind. A reported error is raised as the error it names."""
@@ -195,10 +207,14 @@ class Channel:
 
     async def hear_out(self) -> None:
         """Throw away what the peer goes on sending. It would not read our last words otherwise: before `close`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _HEAR_OUT_SECONDS
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
-            async with asyncio.timeout(_HEAR_OUT_SECONDS):
-                while await asyncio.wait_for(self._reader.read(_READ_CHUNK), _PAUSE_SECONDS):
-                    pass
+            while (left := end - loop.time()) > 0:
+                async with asyncio.timeout(min(left, _PAUSE_SECONDS)):
+                    if not await self._reader.read(_READ_CHUNK):
+                        break
+                await asyncio.sleep(0)  # it may send faster than this reads
 
     def close(self) -> None:
         """Close the stream; the peer's `receive` returns None. May be called twice.

@@ -44,7 +44,7 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., codec: _Optional[str] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("model", "start", "end", "max_length", "rows", "bid", "adapter", "session_id", "codec", "prefix", "no_queue", "push_key")
+    __slots__ = ("model", "start", "end", "max_length", "rows", "bid", "adapter", "session_id", "codec", "prefix", "no_queue", "push_key", "request_id", "resumes")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -57,6 +57,8 @@ class Open(_message.Message):
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     NO_QUEUE_FIELD_NUMBER: _ClassVar[int]
     PUSH_KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     model: str
     start: int
     end: int
@@ -69,7 +71,9 @@ class Open(_message.Message):
     prefix: bytes
     no_queue: bool
     push_key: bytes
-    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., max_length: _Optional[int] = ..., rows: _Optional[int] = ..., bid: _Optional[float] = ..., adapter: _Optional[str] = ..., session_id: _Optional[bytes] = ..., codec: _Optional[str] = ..., prefix: _Optional[bytes] = ..., no_queue: bool = ..., push_key: _Optional[bytes] = ...) -> None: ...
+    request_id: str
+    resumes: bool
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., max_length: _Optional[int] = ..., rows: _Optional[int] = ..., bid: _Optional[float] = ..., adapter: _Optional[str] = ..., session_id: _Optional[bytes] = ..., codec: _Optional[str] = ..., prefix: _Optional[bytes] = ..., no_queue: bool = ..., push_key: _Optional[bytes] = ..., request_id: _Optional[str] = ..., resumes: bool = ...) -> None: ...
 
 class Info(_message.Message):
     __slots__ = ("accepted", "queue_length", "start_seconds", "tokens_per_second", "max_length", "cached_tokens", "max_step_tokens")
@@ -136,16 +140,18 @@ class Taken(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queued_ms", "compute_ms", "computed_tokens", "max_length")
+    __slots__ = ("queued_ms", "compute_ms", "computed_tokens", "max_length", "there_and_back_ms")
     QUEUED_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_MS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    THERE_AND_BACK_MS_FIELD_NUMBER: _ClassVar[int]
     queued_ms: float
     compute_ms: float
     computed_tokens: int
     max_length: int
-    def __init__(self, queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ...) -> None: ...
+    there_and_back_ms: float
+    def __init__(self, queued_ms: _Optional[float] = ..., compute_ms: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., max_length: _Optional[int] = ..., there_and_back_ms: _Optional[float] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("step_id", "length", "queued_ms", "compute_ms", "computed_tokens", "max_length", "before", "unpushed")
@@ -208,32 +214,36 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[_Union[ErrorCode, str]] = ..., text: _Optional[str] = ..., retry_elsewhere: bool = ..., step_id: _Optional[int] = ..., closed: bool = ..., wait_seconds: _Optional[float] = ..., queue_length: _Optional[int] = ...) -> None: ...
 
 class Forward(_message.Message):
-    __slots__ = ("model", "start", "end", "adapter", "codec")
+    __slots__ = ("model", "start", "end", "adapter", "codec", "request_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     start: int
     end: int
     adapter: str
     codec: str
-    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Backward(_message.Message):
-    __slots__ = ("model", "start", "end", "adapter", "codec")
+    __slots__ = ("model", "start", "end", "adapter", "codec", "request_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     start: int
     end: int
     adapter: str
     codec: str
-    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, model: _Optional[str] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., adapter: _Optional[str] = ..., codec: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("token",)

@@ -29,3 +29,7 @@ UNUSED_SECONDS = 300.0
 PING_FRACTION = 1 / 3
 #: random bytes that let another server push steps into a session
 PUSH_KEY_BYTES = 16
+#: one peer may send so many bytes a second on average: more than a line of a gigabit carries
+PEER_BYTES_PER_SECOND = float(128 << 20)
+#: and so many seconds' worth of them at once
+PEER_BURST_SECONDS = 2.0

@@ -8,52 +8,71 @@ import sys
 
 from lilliput.cli.bench.report import Figure
 
+#: name, dtype, weights
+_PRECISIONS = (
+    ("bfloat16", "bfloat16", None),
+    ("float32", "float32", None),
+    ("int8", "bfloat16", "int8"),
+    ("int4", "bfloat16", "int4"),
+)
 _LOAD = """
-import json, sys, threading, time
+import gc, json, sys, threading, time
 begun = time.perf_counter()
 import torch
+from lilliput.models.plan import block_bytes
 from lilliput.models.sources import resolve
 from lilliput.models.span import Span
-from lilliput.models.memory import keep_freed_memory
-imported = time.perf_counter()
 
-def anonymous():
-    # what the process has taken; pages of the files themselves are the system's to give away again
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+def resident():
+    # all of it: what the process has taken, and the pages of files that it has mapped
+    with open("/proc/self/statm") as status:
+        return int(status.read().split()[1]) * 4096
 
-before, most, done = anonymous(), [0], threading.Event()
+model, start, end, dtype, quantize = json.loads(sys.argv[1])
+options = {"dtype": getattr(torch, dtype), "quantize": quantize}
+files = resolve(model, weights=False)
+files.fetch((start, end))
+Span.load(files, start, start + 1, **options)  # the family's code, and the kernels that are compiled at first use
+gc.collect()
+libraries = time.perf_counter() - begun
+before, most, done = resident(), 0, threading.Event()
+
 def watch():
-    while not done.wait(0.001):
-        most[0] = max(most[0], anonymous())
+    global most
+    while not done.wait(0.0005):
+        most = max(most, resident())
+
 watcher = threading.Thread(target=watch)
 watcher.start()
-model, start, end, dtype = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), getattr(torch, sys.argv[4])
 loading = time.perf_counter()
 files = resolve(model, weights=False)
 files.fetch((start, end))
-span = Span.load(files, start, end, dtype=dtype)
-ready = time.perf_counter()
+span = Span.load(files, start, end, **options)
+ready = time.perf_counter() - loading
 done.set()
 watcher.join()
-from lilliput.models.plan import block_bytes
-weights = sum(block_bytes(b, sys.argv[4]) for b in files.facts().blocks[start:end])
-print(json.dumps([imported - begun, ready - loading, (most[0] - before) / 2**20, weights / 2**20]))
+facts = files.facts().blocks[start:end]
+weights = sum(block_bytes(block, dtype, quantize) for block in facts)
+largest = max(block.largest for block in facts) * options["dtype"].itemsize
+print(json.dumps([libraries, ready, *(size / 2**20 for size in (most - before, weights, largest))]))
 """
 
 
-def loading(model: str, span: tuple[int, int], dtype: str, rounds: int) -> list[Figure]:
-    """Seconds for libraries and for the span, and MiB of memory taken at most beside the span's own size."""
-    note = f"blocks {span[0]}:{span[1]} on disk"
-    figures = [
-        Figure("loading, libraries", "s", note="torch, transformers, Lilliput"),
-        Figure("loading, a span", "s", note=note),
-        Figure("loading, memory taken at most", "MiB", note=note),
-        Figure("loading, the span's weights", "MiB"),
-    ]
-    for _ in range(rounds):
-        command = [sys.executable, "-c", _LOAD, model, str(span[0]), str(span[1]), dtype]
-        shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
-        for figure, value in zip(figures, json.loads(shown.stdout), strict=True):
-            figure.values.append(value)
+def loading(model: str, span: tuple[int, int], rounds: int) -> list[Figure]:
+    """In each precision: seconds until the span has computed, MiB taken at most, and what its weights are."""
+    figures: list[Figure] = []
+    for name, *precision in _PRECISIONS:
+        note = f"blocks {span[0]}:{span[1]} on disk"
+        libraries = Figure("loading, libraries", "s", note="torch, transformers, Lilliput, a first block")
+        seconds = Figure(f"loading in {name}", "s", note=note)
+        memory = Figure(f"loading in {name}, resident at most", "MiB")
+        for _ in range(rounds):
+            command = [sys.executable, "-c", _LOAD, json.dumps([model, *span, *precision])]
+            shown = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
+            took, ready, most, weights, largest = json.loads(shown.stdout)
+            libraries.values.append(took)
+            seconds.values.append(ready)
+            memory.values.append(most)
+            memory.note = f"of {weights:.1f} weights, {largest:.1f} the largest tensor"
+        figures += [seconds, memory] if figures else [libraries, seconds, memory]
     return figures

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from lilliput.cli.bench import quality, wide_area
+from lilliput.cli.bench import http_api, quality, wide_area
 from lilliput.cli.bench.loading import loading
 from lilliput.cli.bench.recovery import recovery
 from lilliput.cli.bench.reference import Reference
@@ -33,6 +33,8 @@ _NEW_TOKENS = 48
 _TRAINING = (8, 128)
 _HOPS = 3
 _HOP_STEPS = 200
+#: measures that need no swarm, or one of their own
+_BY_THEMSELVES = {"server start", "loading", "recovery", "a hop", "quality", "wide-area"}
 
 
 def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: bool) -> None:
@@ -45,28 +47,35 @@ def run(report: Report, *, rounds: int, only: Sequence[str], with_reference: boo
     blocks = files.blocks
     edges = [blocks * i // report.servers for i in range(report.servers + 1)]
     spans = list(itertools.pairwise(edges))
-    with _started(files, spans, report) as (swarm, suite):
-        reference = Reference(str(files.path), report.dtype) if with_reference else None
-        try:
-            for name, unit, amount, ours, theirs in suite.throughputs():
-                if wanted(name):
-                    _say(name)
-                    report.add(_side_by_side(name, unit, amount, ours, theirs, reference, rounds))
-        finally:
-            if reference is not None:
-                reference.close()
-        if wanted("client start"):
-            _say("client start")
-            report.add(_client_start(files, swarm, report.dtype, with_reference, min(rounds, 3)))
-        if wanted("a server"):
-            _say("processes and memory")
-            report.figures.extend(_size_of(swarm.servers))
+    if not only or set(only) - _BY_THEMSELVES:
+        with _started(files, spans, report) as (swarm, suite):
+            reference = Reference(str(files.path), report.dtype) if with_reference else None
+            try:
+                for name, unit, amount, ours, theirs in suite.throughputs():
+                    if wanted(name):
+                        _say(name)
+                        report.add(_side_by_side(name, unit, amount, ours, theirs, reference, rounds))
+            finally:
+                if reference is not None:
+                    reference.close()
+            if wanted("api"):
+                if http_api.available():
+                    _say("the HTTP API")
+                    report.figures.extend(suite.over_http(swarm, report, rounds))
+                else:
+                    _say("the HTTP API is left out: it needs httpx and lilliput[api]")
+            if wanted("client start"):
+                _say("client start")
+                report.add(_client_start(files, swarm, report.dtype, with_reference, min(rounds, 3)))
+            if wanted("a server"):
+                _say("processes and memory")
+                report.figures.extend(_size_of(swarm.servers))
     if wanted("server start"):
         _say("server start")
         report.add(_server_start(report, spans[0], min(rounds, 3)))
     if wanted("loading"):
         _say("loading")
-        report.figures.extend(loading(report.model, spans[len(spans) // 2], report.dtype, rounds))
+        report.figures.extend(loading(report.model, spans[len(spans) // 2], min(rounds, 3)))
     if wanted("recovery"):
         _say("recovery")
         report.figures.extend(recovery(report.model, blocks, report.dtype, _codec(report.dtype), min(rounds, 3)))
@@ -137,6 +146,17 @@ class _Suite:
                 ("blocks", {**shape, "backward": backward}),
             )
 
+    def over_http(self, swarm: LocalSwarm, report: Report, rounds: int) -> list[Figure]:
+        """The HTTP API beside the Python client."""
+
+        def prompts(count: int, number: int) -> list[list[int]]:
+            found: list[list[int]] = self._ids(count, _PROMPT_TOKENS, number).tolist()
+            return found
+
+        peers = swarm.initial_peers
+        return http_api.measure(report.model, peers, prompts, self._play, new=_NEW_TOKENS, dtype=report.dtype,
+                                rounds=rounds)  # fmt: skip
+
     def _ids(self, rows: int, tokens: int, seed: int) -> torch.Tensor:
         # new ones each time: servers remember prefixes, and that is not what is measured here
         generator = torch.Generator().manual_seed(1000 * rows + 7 * tokens + seed)
@@ -148,16 +168,18 @@ class _Suite:
         self._model.generate(ids, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
 
     def _streams(self, count: int, seed: int) -> None:
-        prompts = self._ids(count, _PROMPT_TOKENS, seed).tolist()
+        self._play(self._ids(count, _PROMPT_TOKENS, seed).tolist(), [_NEW_TOKENS] * count)
 
-        async def one(prompt: list[int]) -> int:
-            return sum([1 async for _ in self._decoder.stream(prompt, max_new_tokens=_NEW_TOKENS)])
+    def _play(self, prompts: list[list[int]], counts: list[int]) -> None:
+        """Streams of so many tokens, all at once."""
+
+        async def one(prompt: list[int], count: int) -> int:
+            return sum([1 async for _ in self._decoder.stream(prompt, max_new_tokens=count)])
 
         async def all_of_them() -> list[int]:
-            return await asyncio.gather(*map(one, prompts))
+            return await asyncio.gather(*map(one, prompts, counts))
 
-        counts = self._decoder.run(all_of_them())
-        assert counts == [_NEW_TOKENS] * count
+        assert self._decoder.run(all_of_them()) == counts
 
     def _blocks(self, backward: bool) -> None:
         hidden = torch.randn(*_TRAINING, self._model.config.hidden_size, dtype=self._model.dtype) * 0.1

@@ -66,6 +66,8 @@ def simulate(
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for scenario in scenarios:
             task = progress.add_task(_name(scenario), total=1.0)
+            if not progress.console.is_terminal:
+                typer.echo(f"simulating {_name(scenario)}", err=True)
             world = World(scenario, lambda share, task=task: progress.update(task, completed=share))  # type: ignore[misc]
             results.append(world.run())
             progress.remove_task(task)

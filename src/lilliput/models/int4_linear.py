@@ -1,0 +1,162 @@
+"""A linear layer with weights of 4 bits, and a scale and a zero for each 32 numbers of an output.
+
+A few tokens are multiplied with the codes by torch's own kernel, which reads a quarter of the bytes. For many,
+arithmetic counts and not bytes: weights are made wide, so many at a time as stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+
+from lilliput.models.linear import joined_bias
+from lilliput.models.quantized_linear import QuantizedLinear, slices
+
+GROUP = 32
+#: from so many tokens on, weights are made wide
+_MANY = 80
+#: candidates for the width of a group's grid, as shares of its range: outliers may be cut off for the others' sake
+_SHARES = (1.0, 0.9)
+#: outputs that torch's kernel keeps together, depending on how long the processor's vectors are
+_BLOCKS = (64, 32)
+#: numbers that are made wide, or packed, at a time
+_AT_A_TIME = 1 << 18
+
+
+class Int4Linear(QuantizedLinear):
+    """
+    :param codes: uint8 [out, in]
+    :param scales: bfloat16 [in / GROUP, out, 2], each with its zero
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> None:
+        self.out_features, self.in_features = codes.shape
+        self.bias, self.dtype = bias, dtype
+        self._scales, self._packed = scales, _pack(codes)
+        block = _readable()
+        #: what `_packed` was made of, two codes a byte, where it cannot be read from there
+        self._pairs: torch.Tensor | None = None
+        if block is None or self.out_features % block:
+            self._pairs, block = codes[:, ::2] | (codes[:, 1::2] << 4), min(_BLOCKS)
+        self._block: int = block
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
+        rows, columns = weight.shape
+        codes = torch.empty(rows, columns, dtype=torch.uint8)
+        both = torch.empty(columns // GROUP, rows, 2, dtype=torch.bfloat16)
+        for some in slices(weight):
+            found, scales, zeros = _grid(weight[some].float().reshape(-1, columns // GROUP, GROUP))
+            codes[some] = found.view(-1, columns)
+            both[:, some, 0], both[:, some, 1] = scales.t(), zeros.t()
+        return cls(codes, both, bias, weight.dtype)
+
+    @classmethod
+    def joined(cls, *layers: Self) -> Self:
+        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
+        codes = torch.cat([part.t() for layer in layers for _, part in layer._codes()])
+        return cls(codes, torch.cat([layer._scales for layer in layers], dim=1), bias, layers[0].dtype)
+
+    def dequantized(self) -> torch.Tensor:
+        return torch.cat([part for _, part in self._wide()], dim=1).t()
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < _MANY:
+            return torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self._packed, GROUP, self._scales)
+        x = x.to(self.dtype)
+        out = torch.empty(len(x), self.out_features, dtype=self.dtype)
+        for some, part in self._wide():
+            out[:, some] = x @ part
+        return out
+
+    def _wide(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some outputs after the others, with their weights [in, some]."""
+        for some, codes in self._codes():
+            scales, zeros = self._scales[:, some].float().permute(2, 0, 1).contiguous()
+            grouped = codes.float().view(-1, GROUP, codes.shape[1])
+            wide = grouped.sub_(8).mul_(scales[:, None]).add_(zeros[:, None])
+            yield some, wide.view_as(codes).to(self.dtype)
+
+    def _codes(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some outputs after the others, with their codes, one a byte: [in, some]."""
+        columns = self.in_features
+        step = max(1, _AT_A_TIME // columns // self._block) * self._block
+        for begin in range(0, self.out_features, step):
+            some = slice(begin, min(begin + step, self.out_features))
+            if self._pairs is not None:
+                pairs = self._pairs[some]
+                yield some, torch.stack([pairs & 15, pairs >> 4], dim=-1).flatten(1).t().contiguous()
+            else:
+                half = self._block // 2
+                packed = self._packed.view(-1, columns, half)[begin // self._block : some.stop // self._block]
+                both = torch.cat([packed & 15, packed >> 4], dim=-1)  # [blocks, in, block]
+                yield some, both.transpose(0, 1).reshape(columns, -1)
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [out, in] as torch's kernel wants them, in parts: it takes them in 32 bits, eight times what comes out."""
+    rows, columns = codes.shape
+    block = max(_BLOCKS)
+    step = max(1, _AT_A_TIME // columns // block) * block if _divisible() else rows
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8)
+    for begin in range(0, rows, step):
+        packed[begin : begin + step] = _pack_at_once(codes[begin : begin + step])
+    return packed
+
+
+def _pack_at_once(codes: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
+
+
+def _some_codes(rows: int) -> torch.Tensor:
+    return torch.randint(0, 16, (rows, GROUP), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def _divisible() -> bool:
+    """Whether outputs are packed in the same way alone as among others."""
+    codes = _some_codes(2 * max(_BLOCKS) + 16)
+    return torch.equal(torch.cat([_pack_at_once(part) for part in codes.split(max(_BLOCKS))]), _pack_at_once(codes))
+
+
+@functools.cache
+def _readable() -> int | None:
+    """How many outputs lie together, if the kernel's layout is as `_codes` reads it. That is written nowhere, so it is
+    tried: of each block, the bytes of an input hold its first outputs in the low bits, the others in the high ones."""
+    codes = _some_codes(2 * max(_BLOCKS))
+    for block in _BLOCKS:
+        low, high = codes.view(-1, 2, block // 2, GROUP).transpose(2, 3).unbind(dim=1)
+        if torch.equal((low | high << 4).flatten(), _pack_at_once(codes).view(torch.uint8).flatten()):
+            return block
+    return None
+
+
+def _grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes 0 to 15, scales and zeros with the least squared error: `groups` is about (codes - 8) * scale + zero.
+
+    :param groups: float32 [rows, groups, GROUP]
+    :returns: uint8 of the same shape; float32 [rows, groups] twice, as bfloat16 keeps them
+    """
+    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    middle, range_ = (low + high) / 2, high - low
+    best: tuple[torch.Tensor, ...] | None = None
+    for share in _SHARES:
+        scale = (range_ * (share / 15)).clamp(min=1e-8).bfloat16().float()
+        zero = (middle + scale / 2).bfloat16().float()
+        codes = ((groups - zero) / scale + 8).round_().clamp_(0, 15)
+        error = ((codes - 8) * scale + zero - groups).square_().sum(dim=-1, keepdim=True)
+        if best is None:
+            best = error, codes, scale, zero
+        else:
+            better = error < best[0]
+            best = tuple(
+                torch.where(better, new, old) for new, old in zip((error, codes, scale, zero), best, strict=True)
+            )
+    assert best is not None
+    _, codes, scale, zero = best
+    return codes.to(torch.uint8), scale[..., 0], zero[..., 0]
