@@ -235,9 +235,10 @@ class Chain:
             part.max_length = step.max_length if begin == 0 else 0
             yield part
 
-    def part_tokens(self, rows: int, hidden: torch.Tensor) -> int:
-        """How many tokens of each row may go in one part."""
-        at_most = min([_PART_TOKENS, *(leg.session.max_step_tokens for leg in self.legs)])
+    def part_tokens(self, rows: int, hidden: torch.Tensor, legs: Sequence[Leg] | None = None) -> int:
+        """How many tokens of each row may go in one part, through all legs or through these."""
+        legs = self.legs if legs is None else legs
+        at_most = min([_PART_TOKENS, *(leg.session.max_step_tokens for leg in legs)])
         by_bytes = _PART_BYTES // (rows * hidden.shape[2] * hidden.element_size())
         return max(1, min(at_most // rows, by_bytes))
 
