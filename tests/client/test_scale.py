@@ -32,6 +32,8 @@ from lilliput.swarm.sockets import remove_stale_sockets
 SERVERS = int(os.environ.get("LILLIPUT_SCALE_SERVERS", "12"))
 #: in one process, at most
 TOGETHER = 15
+#: servers that start at the same time: they wait for each other's words more than they compute
+AT_ONCE = 12
 PROMPT = list(range(5, 25))
 NEW = 6
 #: each server has room for four sessions, so those that begin later go where there is more room
@@ -41,16 +43,12 @@ MAX_LENGTH, PLACES = 256, 4
 class Many:
     """A process with several servers."""
 
-    def __init__(self, model: Path, count: int, peers: list[str]) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("many_servers.py")), str(model), str(count)]
+    def __init__(self, model: Path, count: int, at_once: int, peers: list[str]) -> None:
+        script = str(Path(__file__).with_name("many_servers.py"))
+        command = [sys.executable, script, str(model), str(count), str(at_once)]
         command += [str(max(3.0, SERVERS / 4)), str(max(9.0, SERVERS / 3))]  # what all do often costs much
         command += peers
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -86,7 +84,7 @@ class Bootstraps:
 def many(model: Path, count: int, peers: list[str]) -> Iterator[tuple[list[Many], dict[str, list[str]]]]:
     """So many servers in processes; yields these, and the servers' addresses by their peer ids."""
     processes = max(2, -(-count // TOGETHER))
-    groups = [Many(model, (count + number) // processes, peers) for number in range(processes)]
+    groups = [Many(model, (count + number) // processes, AT_ONCE // processes, peers) for number in range(processes)]
     try:
         servers: dict[str, list[str]] = {}
         for group in groups:
@@ -114,6 +112,7 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
         groups, servers = stack.enter_context(many(tiny_llama, SERVERS, bootstraps.addresses))
         started = time.monotonic() - begun
         assert len(servers) == SERVERS
+        print(f"\n{SERVERS} servers in {len(groups)} processes served after {started:.0f} s")
         bootstraps.end(1)  # a swarm outlives any of those through whom others have joined
         model = AutoDistributedModelForCausalLM.from_pretrained(
             str(tiny_llama), initial_peers=bootstraps.addresses, dtype="float32"
@@ -139,18 +138,20 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
             records = look()
             found = time.perf_counter() - asked
             assert {record.peer_id for record in records} == set(servers)
+            print(f"all found in {found:.3f} s")
             # they came at the same time, so some choose again
             until = time.monotonic() + 120
             while min(held := holders(look())) < SERVERS // 4:  # a third of them on average
                 assert time.monotonic() < until, held
                 time.sleep(1)
             settled = time.monotonic() - begun
-            before = used(groups)
-            counts: dict[str, int] = {}
-            while not counts or min(counts.values()) == 0:
+            print(f"servers of each block after {settled:.0f} s: {held}")
+            counts = dict.fromkeys(servers, 0)
+            while min(counts.values()) == 0:
                 assert len(sessions) < PLACES * min(held), counts  # all that there is room for
                 decoder.run(session())
-                counts = {peer: count - before[peer] for peer, count in used(groups).items()}
+                for hop, stats in zip(sessions[-1].hops, sessions[-1].stats, strict=True):
+                    counts[hop.peer_id] += stats.computed_tokens  # as the server says
                 # what servers announce shows who is used
                 spans = {hop.peer_id: (hop.record.start, hop.record.end) for hop in sessions[-1].hops}
                 until = time.monotonic() + 60
@@ -158,10 +159,6 @@ def test_all_are_found_and_used(tiny_llama: Path, whole: Any) -> None:
                     assert time.monotonic() < until, (spans, look())
                     time.sleep(0.2)
             took = time.monotonic() - begun
-            print(
-                f"\n{SERVERS} servers in {len(groups)} processes served after {started:.0f} s, found in {found:.3f} s"
-            )
-            print(f"servers of each block after {settled:.0f} s: {held}")
             fewest, most = min(counts.values()), max(counts.values())
             print(f"all used after {took:.0f} s and {len(sessions)} sessions, for {fewest} to {most} tokens each")
             print(memory(groups))
@@ -175,15 +172,6 @@ def holders(records: list[ServerRecord]) -> list[int]:
     """Of each block."""
     serving = [record for record in records if record.state == "serving"]
     return [sum(record.start <= block < record.end for record in serving) for block in range(6)]
-
-
-def used(groups: list[Many]) -> dict[str, int]:
-    """How many tokens each server has computed, by its peer id."""
-    counts: dict[str, int] = {}
-    for group in groups:
-        group.ask()
-        counts.update(group.answer())
-    return counts
 
 
 def memory(groups: list[Many]) -> str:
