@@ -10,7 +10,7 @@
     │   ├── Busy              everyone who could serve this is full; says for how long
     │   ├── Draining          the server is about to leave
     │   ├── WrongAnswer       a server was found out: it returns what others, asked the same, do not
-    │   ├── Disputed          two servers return something else for the same, and nobody can tell who is right
+    │   ├── Disputed          servers return something else for the same, and nobody can tell who is right
     │   └── SessionExpired    nothing was heard from the client for too long, and the server closed the session
     ├── RequestError          the request itself is wrong; sending it elsewhere will not help
     │   ├── BadRequest        shapes, dtypes, masks, parents, positions, ...
@@ -98,8 +98,7 @@ class WrongAnswer(SwarmError):
 
 
 class Disputed(SwarmError):
-    """Two servers return something else for the same, and there is no third to tell who is right. `peers` are their
-    ids."""
+    """Servers return something else for the same, and there is no other to tell who is right. `peers` are their ids."""
 
     retry_elsewhere = False
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import socket
 import time
 
+import httpx
+import openai
 import pytest
 from terminal import Family, Terminal, invoke, run, start
 
+from lilliput.cli import api
 from lilliput.models.sources import ModelFiles
 
 
@@ -33,6 +38,7 @@ def test_a_chat(family: Family) -> None:
         for blocks in ("0:10", "10:20", "20:30"):
             terminal.see(f"server for blocks {blocks}", within=120)
         (address,) = terminal.see(r"status --initial-peers (\S+)", within=120).groups()
+        (url,) = terminal.see(r"chat in a browser at (\S+)/;").groups()
         assert len(family.sockets()) >= 4
         terminal.see("\n> ")
         terminal.enter("What is the capital of France?")
@@ -44,12 +50,40 @@ def test_a_chat(family: Family) -> None:
         terminal.see(r"\.\s+\w+ \w+")
         terminal.ctrl("c")
         terminal.see(r"\(stopped: \d+ tokens?, .*\)\n> ")
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        story = client.completions.create(
+            model="smollm2", prompt="Count: 1, 2, 3,", max_tokens=7000, stream=True, logit_bias={"2": -100}
+        )
+        next(iter(story))  # a program and the chat use the same model at the same time
         terminal.enter("What is the capital of Italy?")
         terminal.see(r"Rome[^(]*\n\(\d+ tokens, .*\)\n> ")
         terminal.ctrl("d")
         assert terminal.end() == 0
+        with pytest.raises((openai.APIError, httpx.TransportError)):
+            list(story)
         assert "Traceback" not in terminal.screen
+        assert not re.search(r"uvicorn|lilliput\.|error", terminal.screen)
     family.assert_gone()
+
+
+def test_a_terminal_that_closes_ends_the_api_too(family: Family) -> None:
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # then somebody else has the usual port
+            stack.enter_context(socket.create_server(("127.0.0.1", 8000)))
+        terminal = stack.enter_context(Terminal("demo", "--servers", "1", family=family))
+        (url,) = terminal.see(r"chat in a browser at (\S+)/;", within=120).groups()
+        assert not url.endswith(":8000")
+        terminal.see("\n> ")
+        terminal.hang_up()  # perhaps before the API's libraries are loaded
+        family.assert_gone()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_without_the_libraries_there_is_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    with api.api_beside(None, "smollm2") as url:  # type: ignore[arg-type]
+        assert url == ""
 
 
 def test_killed_it_leaves_nothing(family: Family) -> None:

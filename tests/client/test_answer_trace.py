@@ -29,7 +29,7 @@ def hop(number: int, computing: float, there_and_back: float = 0.0) -> HopTime:
 
 
 def step(seconds: float, *crossings: Crossing, opening: float = 0.0, recovering: float = 0.0) -> StepTrace:
-    return StepTrace(1, seconds, opening, 0.0, recovering, crossings)
+    return StepTrace(1, seconds, opening, 0.0, recovering, 0.0, crossings)
 
 
 def answer(*steps: StepTrace) -> AnswerTrace:

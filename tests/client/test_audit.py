@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lilliput.client.audit import Account, Verdict, distance, judge, tolerance
+from lilliput.client.audit import Account, distance, judge, tolerance
 
 INPUTS = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0))
 RIGHT = INPUTS + torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
@@ -18,30 +18,32 @@ def account(peer: str, outputs: torch.Tensor, precision: str = "bfloat16") -> Ac
 
 
 @pytest.mark.parametrize(
-    ("second", "third", "trusted", "verdict"),
+    ("outputs", "trusted", "wrong"),
     [
-        (RIGHT, None, "", Verdict.AGREED),
-        (WRONG, None, "", Verdict.UNDECIDED),
-        (WRONG, RIGHT, "", Verdict.SECOND_WRONG),
-        (WRONG, WRONG, "", Verdict.FIRST_WRONG),
-        (WRONG, ELSEWHERE, "", Verdict.UNDECIDED),
-        (WRONG, None, "a", Verdict.SECOND_WRONG),
-        (WRONG, RIGHT, "b", Verdict.FIRST_WRONG),
-        (WRONG, RIGHT, "ab", Verdict.SECOND_WRONG),
+        ([RIGHT, RIGHT], "", []),
+        ([RIGHT, WRONG], "", None),
+        ([RIGHT, WRONG, RIGHT], "", [1]),
+        ([WRONG, RIGHT, RIGHT], "", [0]),
+        ([RIGHT, WRONG, ELSEWHERE], "", None),
+        ([RIGHT, WRONG, ELSEWHERE, WRONG], "", [0, 2]),  # whoever has the majority is believed
+        ([RIGHT, WRONG, WRONG, RIGHT], "", None),
+        ([RIGHT, WRONG], "a", [1]),
+        ([RIGHT, WRONG, RIGHT], "b", [0, 2]),
+        ([RIGHT, WRONG, RIGHT], "ab", [1]),
     ],
 )
-def test_two_of_three_and_those_who_are_trusted_are_believed(
-    second: torch.Tensor, third: torch.Tensor | None, trusted: str, verdict: Verdict
+def test_those_who_are_trusted_and_the_majority_are_believed(
+    outputs: list[torch.Tensor], trusted: str, wrong: list[int] | None
 ) -> None:
-    other = None if third is None else account("c", third)
-    assert judge(INPUTS, account("a", RIGHT), account("b", second), other, trusted=trusted) is verdict
+    accounts = [account(peer, of_peer) for peer, of_peer in zip("abcd", outputs, strict=False)]
+    assert judge(INPUTS, accounts, trusted=trusted) == wrong
 
 
 def test_a_third_that_agrees_with_both_lies_between_them() -> None:
-    apart = torch.nn.functional.normalize(RIGHT - INPUTS, dim=-1) * (RIGHT - INPUTS).norm(dim=-1, keepdim=True)
+    apart = RIGHT - INPUTS
     one, other = (account(peer, RIGHT + share * apart) for peer, share in (("a", 0.07), ("b", -0.07)))
-    assert judge(INPUTS, one, other) is Verdict.UNDECIDED
-    assert judge(INPUTS, one, other, account("c", RIGHT)) is Verdict.AGREED
+    assert judge(INPUTS, [one, other]) is None
+    assert judge(INPUTS, [one, other, account("c", RIGHT)]) == []
 
 
 def test_a_lie_about_one_token_is_not_hidden_by_the_others() -> None:
@@ -64,5 +66,5 @@ def test_who_computes_in_fewer_bits_is_allowed_more() -> None:
     assert tolerance(["float32", "int4"]) == tolerance(["something new"]) == allowed[-1]
     assert tolerance(["bfloat16"], "int8") > tolerance(["bfloat16"])
     near = RIGHT + 0.6 * (WRONG - RIGHT)
-    for precision, verdict in (("bfloat16", Verdict.UNDECIDED), ("int4", Verdict.AGREED)):
-        assert judge(INPUTS, account("a", RIGHT), account("b", near, precision)) is verdict
+    assert judge(INPUTS, [account("a", RIGHT), account("b", near)]) is None
+    assert judge(INPUTS, [account("a", RIGHT), account("b", near, "int4")]) == []

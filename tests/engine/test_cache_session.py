@@ -8,6 +8,7 @@ import torch
 from lilliput.engine.pages import PagePool
 from lilliput.engine.session import CacheSession, Step, StepOutput
 from lilliput.errors import BadRequest, TooLong
+from lilliput.models.paged_cache import Group
 
 SIZE, HIDDEN = 16, 8
 
@@ -25,7 +26,7 @@ def begin(session: CacheSession, rows: int, tokens: int, **options: object) -> S
 
 
 def pages(session: CacheSession) -> list[list[int]]:
-    return [row.pages for row in session.rows]
+    return session.tables[0].rows
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def pool() -> PagePool:
 
 @pytest.fixture
 def session(pool: PagePool) -> CacheSession:
-    return CacheSession(pool, 0, 2, rows=4, max_length=100)
+    return CacheSession(pool, 0, 2, [Group((0, 1))], rows=4, max_length=100)
 
 
 def test_pages_are_taken_as_they_fill(pool: PagePool, session: CacheSession) -> None:
@@ -59,7 +60,7 @@ def test_new_pages_are_named_for_clearing_and_only_those(session: CacheSession) 
 
 def test_rows_with_one_parent_share_until_they_write(pool: PagePool, session: CacheSession) -> None:
     begin(session, 1, 40)
-    first = pages(session)[0]
+    first = list(pages(session)[0])
     step = Step(torch.zeros(3, 1, HIDDEN), parents=[0, 0, 0])
     session.begin(step, HIDDEN, torch.float32)
     rows = pages(session)
@@ -73,7 +74,7 @@ def test_rows_with_one_parent_share_until_they_write(pool: PagePool, session: Ca
 
 def test_permuted_rows_move_no_data(pool: PagePool, session: CacheSession) -> None:
     begin(session, 3, 40)
-    before = pages(session)
+    before = [list(row) for row in pages(session)]
     step = Step(torch.zeros(3, 1, HIDDEN), parents=[2, 0, 1])
     session.begin(step, HIDDEN, torch.float32)
     assert pages(session) == [before[2], before[0], before[1]]
@@ -89,7 +90,7 @@ def test_rollback_gives_back_whole_pages(pool: PagePool, session: CacheSession) 
     begin(session, 2, 1, start_position=31)
     assert (pool.used, session.length) == (4, 32)
     begin(session, 4, 3, start_position=0)
-    assert (pool.used, session.length, len(session.rows)) == (4, 3, 4)
+    assert (pool.used, session.length, session.rows) == (4, 3, 4)
     pool.check()
 
 
@@ -110,7 +111,7 @@ def test_an_abandoned_step_is_forgotten_and_its_traces_are_named(pool: PagePool,
     step = Step(torch.zeros(2, 30, HIDDEN))
     session.begin(step, HIDDEN, torch.float32)
     session.length, step.offset = 30, 10  # a part of it was computed
-    assert session.abandon(step) == [row[-1] for row in pages(session)]
+    assert session.abandon(step) == [(row[-1], Group((0, 1))) for row in pages(session)]
     assert (session.length, pool.used) == (20, 4)
     begin(session, 2, 12)  # to the end of a page
     step = Step(torch.zeros(2, 5, HIDDEN))
@@ -122,7 +123,7 @@ def test_an_abandoned_step_is_forgotten_and_its_traces_are_named(pool: PagePool,
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_what_the_span_cannot_hold_is_refused(pool: PagePool, dtype: torch.dtype) -> None:
-    session = CacheSession(pool, 0, 2, rows=1, max_length=10)
+    session = CacheSession(pool, 0, 2, [Group((0, 1))], rows=1, max_length=10)
     largest = torch.finfo(dtype).max
     for value in (largest * 1.5, float("inf"), float("nan")):
         hidden = torch.full((1, 1, HIDDEN), value, dtype=torch.float64)

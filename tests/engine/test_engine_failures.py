@@ -80,15 +80,15 @@ def test_a_failed_step_leaves_the_page_behind_its_last_token_empty(engine: Engin
     assert isinstance(answer, ServerFailure)
 
     def leftovers() -> list[float]:
-        pages = [row.pages[0] for row in session.rows]
-        return [float(engine._caches[block][page, :, 5:].abs().sum()) for block in (0, 1) for page in pages]
+        pages = [row[0] for row in session.tables[0].rows]
+        return [float(engine.cache.blocks[block][page, :, 5:].abs().sum()) for block in (0, 1) for page in pages]
 
     assert engine.call(leftovers).result(10) == [0.0] * 4
 
 
 def test_a_step_that_cannot_even_begin(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, sound = opened(engine), opened(engine)
-    monkeypatch.setattr(broken, "_grow", lambda length: 1 / 0)
+    monkeypatch.setattr(broken.tables[0], "grow", lambda start, length: 1 / 0)
     assert isinstance(submit(engine, broken, torch.randn(1, 1, HIDDEN)).result(10), ServerFailure)
     assert isinstance(submit(engine, sound, torch.randn(1, 1, HIDDEN)).result(10), StepOutput)
 

@@ -13,8 +13,10 @@ from transformers import MistralConfig, MistralForCausalLM, MistralModel
 
 from lilliput.engine.engine import Engine
 from lilliput.engine.pages import PagePool
-from lilliput.engine.session import KEPT_BEFORE_WINDOW, CacheSession, Step, StepOutput
+from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.engine.table import KEPT_BEFORE_WINDOW
 from lilliput.errors import SessionExpired
+from lilliput.models.paged_cache import Group
 from lilliput.models.sources import resolve
 from lilliput.models.span import Span
 
@@ -81,7 +83,7 @@ def test_pages_behind_the_window_are_given_back(engine: Engine, hidden: torch.Te
         assert close(output, expected[:, at : at + tokens])
         at += tokens
         assert engine.pool.used <= 2 * MOST
-    assert session.left == (LENGTH - WINDOW - KEPT_BEFORE_WINDOW) // PAGE
+    assert session.tables[0].left == (LENGTH - WINDOW - KEPT_BEFORE_WINDOW) // PAGE
     engine.close(session).result()
     assert engine.pool.used == 0
     engine.pool.check()
@@ -116,7 +118,7 @@ def test_a_prefix_comes_back_as_its_window(engine: Engine, hidden: torch.Tensor,
 
 def test_without_a_window_nothing_is_given_back() -> None:
     pool = PagePool(40, PAGE)
-    session = CacheSession(pool, 0, 2, rows=1, max_length=500)
+    session = CacheSession(pool, 0, 2, [Group((0, 1))], rows=1, max_length=500)
     session.begin(one := Step(torch.zeros(1, 500, 8)), 8, torch.float32)
     session.length = one.offset = 500
     session.finish(one)

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from browsers import CHROMIUM
-from gateways import KEYS, Gateway
+from gateways import KEYS, LIMITED, Gateway
 
 from lilliput.cli import process
 from lilliput.cli.local_swarm import LocalSwarm
@@ -110,7 +110,10 @@ def guarded(start: Callable[..., Gateway], demo_model: ModelFiles, tmp_path_fact
     settings.unlink()
     settings.write_text(json.dumps(content))
     keys = [part for key in KEYS for part in ("--api-key", key)]
-    return start(str(folder), *keys, "--max-requests", "1", "--max-waiting", "1")
+    file = folder.with_name("keys")
+    file.write_text("".join(f"{name} {key} {limits}\n" for name, (key, limits) in LIMITED.items()))
+    file.chmod(0o600)
+    return start(str(folder), *keys, "--api-keys", str(file), "--max-requests", "1", "--max-waiting", "1")
 
 
 @pytest.fixture(scope="session")

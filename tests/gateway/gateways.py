@@ -9,6 +9,8 @@ from pathlib import Path
 import openai
 
 KEYS = ("first-key", "second-key")
+#: by name, with limits
+LIMITED = {"one": ("sk-one", "requests=1"), "few": ("sk-few", "tokens-per-minute=20 requests-per-minute=600")}
 
 
 @dataclass

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from gateways import KEYS, Gateway
+from gateways import KEYS, LIMITED, Gateway
+from typer.testing import CliRunner
+
+from lilliput.cli.main import app
 
 MODEL = "SmolLM2-135M-Instruct"
 #: more than half of what the servers' caches hold
@@ -44,6 +49,57 @@ def test_keys(guarded: Gateway) -> None:
         guarded.client("wrong").completions.create(model=MODEL, prompt="Hi")
     assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{guarded.url}/ready").json()["max_length"] == 8192
+
+
+def test_a_key_past_its_limit_leaves_room_for_others(guarded: Gateway, client: openai.OpenAI) -> None:
+    limited = guarded.client(LIMITED["one"][0])
+    first = begin(limited)
+    with pytest.raises(openai.RateLimitError) as refused:
+        brief(limited)
+    assert (refused.value.code, refused.value.type) == ("rate_limit_exceeded", "rate_limit_error")
+    assert refused.value.response.headers["retry-after"] == "1"
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(brief(client)))
+    waiting.start()  # in the one place to wait, which the limited key does not take
+    first.close()
+    waiting.join(30)
+    assert answers[0].usage.completion_tokens == 1
+    assert brief(limited).usage.completion_tokens == 1
+
+
+def test_tokens_of_a_key(guarded: Gateway, client: openai.OpenAI) -> None:
+    limited = guarded.client(LIMITED["few"][0])
+    with limited.completions.with_streaming_response.create(
+        model=MODEL, prompt=[5] * 4, max_tokens=60, logit_bias={"2": -100}, stream=True
+    ) as stream:
+        assert stream.headers["x-ratelimit-limit-tokens"] == "20"
+        assert int(stream.headers["x-ratelimit-remaining-tokens"]) <= 16
+        assert stream.headers["x-ratelimit-limit-requests"] == "600"
+        stream.read()
+    with pytest.raises(openai.RateLimitError, match="its limit is 20 tokens a minute") as refused:
+        brief(limited)
+    assert int(refused.value.response.headers["retry-after"]) > 100
+    answer = client.completions.with_raw_response.create(model=MODEL, prompt="Hi", max_tokens=1)
+    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    page = httpx.get(f"{guarded.url}/metrics").text
+    for line in (
+        'tokens_total{key="few",kind="prompt",model="%s"} 4.0',
+        'tokens_total{key="few",kind="answer",model="%s"} 60.0',
+        'requests_total{key="few",model="%s",outcome="refused"} 1.0',
+    ):
+        assert f"lilliput_api_key_{line % MODEL}\n" in page
+    lines = [json.loads(line) for line in guarded.log.read_text().splitlines()]
+    assert [line["status"] for line in lines if line.get("key") == "few" and "status" in line] == [200, 429]
+    shown = page + guarded.log.read_text()
+    assert not [key for key in (*KEYS, *(key for key, _ in LIMITED.values())) if key in shown]
+
+
+def test_a_bad_file_of_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("ann sk-1\nbob sk-2 requests=many\n")
+    shown = CliRunner().invoke(app, ["api", "smollm2", "--api-keys", str(file)])
+    assert shown.exit_code == 1
+    assert shown.output == f"{file}, line 2: requests must be a whole number from 1 on\n"
 
 
 def test_who_hangs_up_makes_room_at_once(client: openai.OpenAI) -> None:

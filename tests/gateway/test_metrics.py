@@ -64,6 +64,7 @@ def test_what_is_there(gateway: Gateway, swarm: LocalSwarm) -> None:
     assert (api["lilliput_api_swarm_servers"], api["lilliput_api_swarm_missing_blocks"]) == (2, 0)
     values = scrape(swarm.servers[0].metrics)
     pages = sum(values[f"lilliput_server_cache_pages/{state}"] for state in ("used", "kept", "free"))
+    assert values["lilliput_server_cache_groups"] == 1
     assert pages * values["lilliput_server_cache_page_tokens"] == 12288
 
 

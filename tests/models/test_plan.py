@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,26 @@ from families import FAMILIES, Family
 from packaging.version import Version
 from test_families import save_random
 
+from lilliput.engine.table import kept_tokens
 from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.experts import QuantizedExperts
 from lilliput.models.facts import BlockFacts, ModelFacts, describe
+from lilliput.models.paged_cache import Group
 from lilliput.models.plan import (
     PRECISIONS,
     Machine,
     block_bytes,
     blocks_that_fit,
     cache_bytes,
+    cache_share,
     estimate,
+    kept_share,
     working_bytes,
 )
 from lilliput.models.quantization import QuantizedModule
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
+from lilliput.server.loading import _WINDOWED_STEP
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -38,6 +44,7 @@ def test_cache_and_weights_are_what_a_span_of_this_family_has(family: Family, tm
     facts = files.facts()
     span = Span.load(files, 1, 3, dtype=torch.float32, fuse=False)
     assert span.cache_bytes_per_token == sum(cache_bytes(b, "float32") for b in facts.blocks[1:3])
+    assert {i: shape.window for i, shape in span.shapes.items()} == {i: facts.blocks[i].window for i in (1, 2)}
     weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
     assert sum(weights.values()) == sum(block_bytes(b, "float32") for b in facts.blocks[1:3])
     if family.name == "gpt_oss" and Version(transformers.__version__) < Version("5"):
@@ -79,6 +86,37 @@ def test_quantized_weights_have_scales() -> None:
     assert block_bytes(BLOCK, "bfloat16", "int4") == 32_000 + 4 * 2_000 + 200
     with pytest.raises(ModelError, match="unknown quantization"):
         block_bytes(BLOCK, "bfloat16", "int2")
+
+
+def test_blocks_with_windows_keep_less_of_a_long_conversation() -> None:
+    (kept,) = kept_tokens([Group((0,), window=100)], _WINDOWED_STEP)
+    assert kept is not None
+    narrow = replace(BLOCK, window=100)
+    assert [kept_share(narrow, n) for n in (kept // 2, kept, 4 * kept, None)] == [1, 1, 0.25, 1]
+    mixed = replace(MODEL, blocks=(narrow, BLOCK, narrow, narrow))
+    assert cache_share(mixed, 4 * kept) == (3 * 0.25 + 1) / 4
+    one, context = block_bytes(BLOCK, "float32"), 4 * kept
+    room = working_bytes(mixed, "float32") + 4 * one + (context + 3 * kept) * 4 * 128
+    assert blocks_that_fit(mixed, "float32", None, room, context, context) == 4
+    assert blocks_that_fit(mixed, "float32", None, room, context) < 4
+
+
+@pytest.mark.parametrize(
+    ("config", "slides"),
+    [
+        ({"model_type": "gemma2"}, "+-+-+-"),
+        ({"sliding_window_pattern": 3}, "++-++-"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window_pattern": 3}, "-+-+-+"),
+        ({}, "++++++"),
+        ({"use_sliding_window": True, "max_window_layers": 4}, "----++"),
+        ({"use_sliding_window": False}, "------"),
+        ({"sliding_window": None}, "------"),
+    ],
+)
+def test_which_blocks_have_windows(config: dict[str, object], slides: str) -> None:
+    shapes = {f"model.layers.{i}.mlp.up_proj.weight": (16, 8) for i in range(6)}
+    config = {"num_hidden_layers": 6, "hidden_size": 8, "sliding_window": 7, **config}
+    assert [b.window for b in describe("it", config, shapes).blocks] == [7 if s == "+" else None for s in slides]
 
 
 def test_of_experts_only_the_chosen_are_read() -> None:

@@ -42,6 +42,15 @@ def typical_difference(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
+@pytest.fixture(params=["small", "large"], autouse=True)
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large layers of 8 bits are multiplied in another way."""
+    if request.param == "large":
+        if "int8" not in request.node.name:
+            pytest.skip("the same")
+        monkeypatch.setattr("lilliput.models.int8_linear._LARGE", 1)
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -171,7 +180,8 @@ def test_a_quantized_span_computes_with_the_weights_its_codes_stand_for(
     exact = Span.load(files, 1, 4, dtype=torch.float32)
     assert difference(generated(exact, hidden) - hidden, generated(rounded, hidden) - hidden) > 0.005
     results = []
-    monkeypatch.setattr("lilliput.models.int4_linear._MANY", 1)  # wide weights are exact, and so are gradients then
+    for layer in ("int4", "int8"):  # wide weights are exact, and so are gradients then
+        monkeypatch.setattr(f"lilliput.models.{layer}_linear._MANY", 1)
     for one in (span, rounded):
         given = hidden.clone().requires_grad_()
         out = one.dense(given, 1, 4)
@@ -237,11 +247,11 @@ def test_only_a_part_of_a_span_is_ever_there_in_full(
         read.append(end - start)
         return keep_span(start, end)
 
-    monkeypatch.setattr("lilliput.models.span.keep_span", punch)
-    monkeypatch.setattr("lilliput.models.span._PART_BYTES", 1)
-    in_parts = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
+    with monkeypatch.context() as patch:
+        patch.setattr("lilliput.models.span.keep_span", punch)
+        patch.setattr("lilliput.models.span._PART_BYTES", 1)
+        in_parts = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
     assert read == [1, 1, 1, 1]
-    monkeypatch.undo()
     hidden = torch.randn(1, 24, in_parts.hidden_size)
     at_once = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
     assert difference(in_parts.dense(hidden, 0, 4), at_once.dense(hidden, 0, 4)) < 1e-5

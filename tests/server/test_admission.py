@@ -29,10 +29,10 @@ def test_pages_are_promised_for_the_whole_length() -> None:
 
 def test_where_only_a_window_is_kept_no_more_is_promised() -> None:
     house = admission(max_length=10_000)
-    assert [house.pages_for(1, n, kept=60) for n in (1, 64, 10_000)] == [1, 2, 3]
-    assert house.pages_for(2, 10_000, kept=60) == 6
+    assert [house.pages_for(1, n, kept=[60]) for n in (1, 64, 10_000)] == [1, 2, 3]
+    assert house.pages_for(2, 10_000, kept=[60]) == 6
     with pytest.raises(CacheFull):
-        house.pages_for(3, 10_000, kept=60)
+        house.pages_for(3, 10_000, kept=[60])
 
 
 def test_first_come_first_served() -> None:

@@ -38,7 +38,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
 
 def test_a_session_is_told_about_with_its_request(peer: Peer, log: Log) -> None:
     session = peer.session(session_id=ID, request_id="req-1", resumes=True)
-    log.see("session 0102030405060708 of ", "blocks 0:6, 1 x 256 tokens", "resumes another", "[req-1]")
+    log.see("session 0102030405060708 of ", "blocks 0:6, 1 x 256 tokens", "repeats what another", "[req-1]")
     session.go_on(5)
     session.refused(torch.randn(1, 1, HIDDEN + 1))
     log.see("session 0102030405060708", "step 2 failed: ", "[req-1]")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,11 +17,18 @@ from lilliput.cli import logs, process
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import LogJson, Verbose
 from lilliput.cli.options import Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
-from lilliput.cli.output import remark
-from lilliput.errors import LilliputError
+from lilliput.cli.output import complain, remark
+from lilliput.errors import BadRequest, LilliputError
+
+if TYPE_CHECKING:
+    from lilliput.gateway.http_server import HttpServer, Listener
+    from lilliput.gateway.keys import Keys
+    from lilliput.gateway.places import Places
 
 _POLL_SECONDS = 0.1
+_HOST, _PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
+_REQUESTS, _WAITING = 16, 64
 #: a request waits so long in the queues of full servers
 _QUEUE_SECONDS = 60.0
 
@@ -30,8 +39,8 @@ def api(
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
     audit: Audit = 0.0,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = _HOST,
+    port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = _PORT,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,12 +50,21 @@ def api(
             show_default="no key is asked for",
         ),
     ] = None,
+    api_keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="LILLIPUT_API_KEYS_FILE",
+            help="Keys with names and limits, one a line; docs/api.md shows some.",
+            show_default=False,
+        ),
+    ] = None,
     max_requests: Annotated[
         int, typer.Option(min=1, metavar="N", help="Answer so many requests at a time; others wait.")
-    ] = 16,
+    ] = _REQUESTS,
     max_waiting: Annotated[
         int, typer.Option(min=0, metavar="N", help="Let so many requests wait; others are refused.")
-    ] = 64,
+    ] = _WAITING,
     dtype: Annotated[
         str | None, typer.Option(help="Of the model's ends and of what is sent.", show_default="the checkpoint's")
     ] = None,
@@ -61,11 +79,12 @@ def api(
     """Serve a model of a swarm over HTTP, as OpenAI's clients expect it, with a page to chat on."""
     if not all(key.strip() for key in api_key or ()):
         raise typer.BadParameter("an empty key would let everyone in", param_hint="--api-key")
-    if missing := [name for name in _PACKAGES if find_spec(name) is None]:
+    if missing := _missing_packages():
         raise LilliputError(
             f"`lilliput api` needs {' and '.join(missing).replace('_', '-')}: pip install 'lilliput[api]'"
         )
     process.prepare()
+    keys = _keys(api_key or [], api_keys)
     with contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(
             LanguageModel.open(
@@ -82,25 +101,88 @@ def api(
             )
         )
         logs.take_over()
-        from lilliput.gateway.app import make_app
-        from lilliput.gateway.http_server import HttpServer
+        from lilliput.gateway.http_server import Listener
         from lilliput.gateway.places import Places
-        from lilliput.gateway.served_model import ServedModel
-        from lilliput.gateway.service import Service
 
         aliases = [] if Path(model).expanduser().is_dir() else [model]
-        served = ServedModel(language_model.name, language_model.distributed, language_model.tokenizer, aliases=aliases)
-        leaving.callback(served.close)
+        listener = Listener(host, port)
         signals = leaving.enter_context(process.signals_noted())
-        app = make_app(Service(served, Places(max_requests, max_waiting)), keys=api_key or ())
-        server = HttpServer(app, language_model.loop, host=host, port=port)
-        leaving.callback(server.close)
-        _tell(server.url, served.name, json_line)
+        places = Places(max_requests, max_waiting)
+        server = leaving.enter_context(_serving(language_model, listener, places, keys=keys, aliases=aliases))
+        _tell(listener.url, language_model.name, json_line)
         while server.serves and not signals:
             time.sleep(_POLL_SECONDS)
     if signals:
         raise SystemExit(128 + signals[0])
     raise LilliputError("the HTTP server has ended")
+
+
+def _missing_packages() -> list[str]:
+    return [name for name in _PACKAGES if find_spec(name) is None]
+
+
+def _keys(secrets: Sequence[str], file: str | None) -> Keys:
+    from lilliput.gateway.keys import Key, Keys, read_keys
+
+    return Keys([*(Key(f"key-{n}", secret) for n, secret in enumerate(secrets, 1)), *(read_keys(file) if file else [])])
+
+
+@contextlib.contextmanager
+def _serving(
+    model: LanguageModel,
+    listener: Listener,
+    places: Places,
+    *,
+    keys: Keys | None = None,
+    aliases: Sequence[str] = (),
+    patience: int = 3,
+) -> Iterator[HttpServer]:
+    from lilliput.gateway.app import make_app
+    from lilliput.gateway.http_server import HttpServer
+    from lilliput.gateway.served_model import ServedModel
+    from lilliput.gateway.service import Service
+
+    served = ServedModel(model.name, model.distributed, model.tokenizer, aliases=aliases)
+    with contextlib.closing(served):
+        server = HttpServer(make_app(Service(served, places), keys), model.loop, listener, patience=patience)
+        with contextlib.closing(server):
+            yield server
+
+
+@contextlib.contextmanager
+def api_beside(model: LanguageModel, alias: str) -> Iterator[str]:
+    """The API in this process, with a model that something else uses here, too. Yields its address at once.
+
+    Its libraries are loaded meanwhile, in a thread: connections wait for them. Without them there is no address.
+    """
+    if _missing_packages():
+        yield ""
+        return
+    from lilliput.gateway.http_server import Listener
+
+    try:
+        listener = Listener(_HOST, _PORT)
+    except BadRequest:
+        listener = Listener(_HOST, 0)
+    ending = threading.Event()
+
+    def run() -> None:
+        try:
+            from lilliput.gateway.places import Places
+
+            with _serving(model, listener, Places(_REQUESTS, _WAITING), aliases=[alias], patience=0):
+                ending.wait()
+        except Exception as e:  # it is not what the process is there for
+            complain(f"the API at {listener.url} has failed: {e}")
+
+    thread = threading.Thread(target=run, name="api", daemon=True)
+    thread.start()
+    with contextlib.closing(listener), process.abandoning(thread):
+        try:
+            yield listener.url
+        finally:
+            ending.set()
+            thread.join()
 
 
 def _tell(url: str, name: str, json_line: bool) -> None:

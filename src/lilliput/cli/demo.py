@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from lilliput.cli import process
+from lilliput.cli.api import api_beside
 from lilliput.cli.chat import Chat, at_a_terminal
 from lilliput.cli.conversation import Conversation
 from lilliput.cli.language_model import LanguageModel, load_libraries
@@ -40,6 +41,7 @@ def demo(
 ) -> None:
     """Start three servers of a small real model on this machine, and chat with it.
 
+    As long as the chat lasts, programs can talk to the model, too: the API of `lilliput api` runs in the same process.
     Without a terminal, one question is asked.
     """
     process.prepare()
@@ -65,6 +67,8 @@ def demo(
         remark(f"  {_own_name()} status --initial-peers {swarm.initial_peers[0]}")
         chat = Chat(stack.enter_context(contextlib.closing(Conversation(model, notice=remark))), model)
         if question is None and at_a_terminal():
+            if url := stack.enter_context(api_beside(model, _MODEL)):
+                remark(f"Or chat in a browser at {url}/; programs find an API like OpenAI's at {url}/v1")
             chat.talk()
         else:
             typer.echo(f"> {question or _QUESTION}")
@@ -83,14 +87,8 @@ def _libraries_loading() -> Iterator[threading.Event]:
 
     thread = threading.Thread(target=load, name="libraries", daemon=True)
     thread.start()
-    try:
+    with process.abandoning(thread):
         yield tried
-    except KeyboardInterrupt:
-        process.abandon([thread], 130)
-        raise
-    except BaseException as e:
-        process.abandon([thread], e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1)
-        raise
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +42,7 @@ def plan(
     """Say how much of a model fits a machine, and how many machines hold it. Fetches no weights, only their headers."""
     size = parse_size(memory, "--memory") if memory else None
     from lilliput.models import machine as here
-    from lilliput.models.plan import PRECISIONS, Machine, estimate
+    from lilliput.models.plan import PRECISIONS, Machine, cache_share, estimate
     from lilliput.models.sources import resolve
 
     with drawn() as progress:
@@ -54,13 +55,24 @@ def plan(
     )
     cache_tokens = context * sessions
     estimates = [
-        estimate(facts, precision, each, cache_tokens=cache_tokens, round_trip_ms=round_trip, machines=machines)
+        estimate(
+            facts,
+            precision,
+            each,
+            cache_tokens=cache_tokens,
+            round_trip_ms=round_trip,
+            machines=machines,
+            context=context,
+        )
         for precision in PRECISIONS
     ]
+    needed = math.ceil(cache_tokens * cache_share(facts, context))
     if as_json:
-        typer.echo(json.dumps(_as_json(facts, each, cache_tokens, round_trip, estimates), indent=1))
+        typer.echo(json.dumps(_as_json(facts, each, cache_tokens, needed, round_trip, estimates), indent=1))
     else:
         _show(facts, each, cache_tokens, round_trip, machines, estimates)
+        if needed < cache_tokens:
+            typer.echo(f"Since some blocks keep their windows only, `serve --cache-tokens {needed}` is about enough.")
         if not bandwidth:
             typer.echo("The memory's speed was measured here, now; --bandwidth sets another.")
 
@@ -75,7 +87,7 @@ def shown_size(size: float) -> str:
 
 
 def _as_json(
-    facts: ModelFacts, machine: Machine, cache_tokens: int, round_trip: float, estimates: list[Estimate]
+    facts: ModelFacts, machine: Machine, cache_tokens: int, needed: int, round_trip: float, estimates: list[Estimate]
 ) -> dict[str, object]:
     return {
         "model": facts.name,
@@ -83,6 +95,7 @@ def _as_json(
         "hidden_size": facts.hidden_size,
         "machine": asdict(machine),
         "cache_tokens": cache_tokens,
+        "serve_cache_tokens": needed,
         "round_trip_ms": round_trip,
         "precisions": [{**asdict(e), "network_share": e.network_share} for e in estimates],
     }

@@ -96,6 +96,19 @@ def abandon(threads: Iterable[threading.Thread], code: int) -> None:
     atexit.register(end)
 
 
+@contextlib.contextmanager
+def abandoning(thread: threading.Thread) -> Iterator[None]:
+    """Should an exception end the block, the thread is not waited for: see `abandon`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        abandon([thread], 130)
+        raise
+    except BaseException as e:
+        abandon([thread], e.code if isinstance(e, SystemExit) and isinstance(e.code, int) else 1)
+        raise
+
+
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signum)
 

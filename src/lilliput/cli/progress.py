@@ -1,16 +1,23 @@
-"""Progress on standard error: a bar for each stage, or a line for each where there is no terminal."""
+"""Progress on standard error: a bar for each stage; a line for each, or an event of the log, where nobody looks on."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from lilliput.cli import logs
 from lilliput.models.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def drawn() -> Iterator[Progress]:
     """A function of a stage, its bytes done, and its bytes to do (None: unknown). A new stage ends the last."""
+    if logs.are_json():
+        yield _lines(logger.info)
+        return
     from rich import progress as rich
     from rich.console import Console
 

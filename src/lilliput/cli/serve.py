@@ -275,7 +275,7 @@ def _facts(server: Server) -> dict[str, Any]:
         "pid": os.getpid(),
         "peer_id": str(server.dht.peer_id) if server.dht else "",
         "addresses": list(server.addresses),
-        "cache_tokens": service.admission.pages * service.admission.page_size,
+        "cache_tokens": service.admission.tokens,
         "adapters": {name: adapter.nbytes for name, adapter in service.span.adapters.items()},
     }
 

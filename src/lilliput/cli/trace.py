@@ -29,6 +29,7 @@ _NAMES = {
     "moving": "the session moved",
     "recovering": "others took over",
     "lost": "lost in what failed",
+    "auditing": "others check what came",
     "rest": "not accounted for",
 }
 

@@ -26,7 +26,10 @@ from lilliput.client.step_trace import HopTime, StepTrace
 _MOST_TOKENS = 1024
 _PUSHES = 64
 #: in the order in which they happen, before and after what happens at servers
-_BEFORE, _AFTER = ("embedding", "opening", "moving", "recovering", "lost"), ("back", "waiting", "head", "rest")
+_BEFORE, _AFTER = (
+    ("embedding", "opening", "moving", "recovering", "lost"),
+    ("back", "auditing", "waiting", "head", "rest"),
+)
 _AT_SERVERS = ("network", "queue", "compute")
 
 
@@ -40,6 +43,7 @@ class Place(NamedTuple):
     opening                   finding servers and opening sessions
     waiting                   for other streams of this process, to go on together
     moving, recovering, lost  while others took over; in what failed
+    auditing                  while others checked what came back
     rest                      not accounted for; below 0, so much happened at the same time
     """
 
@@ -142,7 +146,7 @@ class AnswerTrace:
 
     def _times(self, step: StepTrace, ends: EndsTime) -> _Times:
         times: defaultdict[Place | _Ways, float] = defaultdict(float)
-        for name in ("opening", "moving", "recovering", "lost"):
+        for name in ("opening", "moving", "recovering", "lost", "auditing"):
             if seconds := getattr(step, name):
                 times[Place(name)] = seconds
         for crossing in step.crossings:

@@ -236,7 +236,11 @@ class AsyncInferenceSession:
             if self.on_step is not None:
                 recovering = sum(recovery.seconds for recovery in chain.recoveries[recoveries:])
                 seconds = time.perf_counter() - asked
-                self.on_step(StepTrace(count - skipped, seconds, opening, begun - asked, recovering, chain.crossings))
+                self.on_step(
+                    StepTrace(
+                        count - skipped, seconds, opening, begun - asked, recovering, chain.auditing, chain.crossings
+                    )
+                )
             return outputs
 
     def reorder(self, parents: Sequence[int]) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -47,43 +46,28 @@ class AuditCounts:
     unable: int = 0
 
 
-class Verdict(Enum):
-    AGREED = "both are right"
-    FIRST_WRONG = "the first is wrong"
-    SECOND_WRONG = "the second is wrong"
-    UNDECIDED = "one of them is wrong"
-
-
 def judge(
-    inputs: torch.Tensor,
-    first: Account,
-    second: Account,
-    third: Account | None = None,
-    *,
-    codec: str = "none",
-    trusted: Iterable[str] = (),
-) -> Verdict:
-    """Which of two accounts of the same `inputs` is wrong.
+    inputs: torch.Tensor, accounts: Sequence[Account], *, codec: str = "none", trusted: Collection[str] = ()
+) -> list[int] | None:
+    """Which of some accounts of the same `inputs` are wrong, by their numbers; None if that cannot be told.
 
-    Where they differ, peers that the caller trusts are believed, and then what two of three say. With a third that
-    agrees with both, they are not so far apart; with one that agrees with neither, nobody is to be believed.
+    Peers that the caller trusts are believed, if they agree. Else the one is that most others agree with, and all who
+    agree with that one are right; if as many agree with one of the rest, nobody knows.
     """
 
     def agree(one: Account, other: Account) -> bool:
         allowed = tolerance((*one.precisions, *other.precisions), codec)
         return distance(inputs, one.outputs, other.outputs) <= allowed
 
-    if agree(first, second):
-        return Verdict.AGREED
-    known = set(trusted)
-    believed = known.issuperset(first.peers), known.issuperset(second.peers)
-    if third is not None and believed[0] == believed[1]:
-        believed = agree(first, third), agree(second, third)
-        if all(believed):
-            return Verdict.AGREED
-    if believed[0] == believed[1]:
-        return Verdict.UNDECIDED
-    return Verdict.SECOND_WRONG if believed[0] else Verdict.FIRST_WRONG
+    everyone = range(len(accounts))
+    agreeing = [{other for other in everyone if agree(accounts[one], accounts[other])} for one in everyone]
+    believed = [one for one in everyone if set(accounts[one].peers) <= set(trusted)]
+    if believed and set(believed) <= agreeing[believed[0]]:
+        right = set().union(*(agreeing[one] for one in believed))
+        return [one for one in everyone if one not in right]
+    leader = max(everyone, key=lambda one: len(agreeing[one]))
+    wrong = [one for one in everyone if one not in agreeing[leader]]
+    return None if any(len(agreeing[one]) == len(agreeing[leader]) for one in wrong) else wrong
 
 
 def distance(inputs: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> float:

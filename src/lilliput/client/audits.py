@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lilliput.client.audit import Account, AuditCounts, Verdict, judge
+from lilliput.client.audit import Account, AuditCounts, judge
 from lilliput.client.history import TokenHistory, for_all_rows
 from lilliput.client.leg import Leg, close_legs
 from lilliput.client.route import Hop, usable
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _chance = random.SystemRandom()
+#: so many are asked about one part, if those before do not agree
+_MOST_ASKED = 7
 
 
 class Convicted(Exception):
@@ -82,55 +84,63 @@ class Audits:
 
     async def _audit(self, leg: Leg, part: Part, outputs: torch.Tensor) -> None:
         chain, remote = self._chain, self._chain.remote
-        first = _account([leg.hop], outputs)
+        accounts, wrong = [_account([leg.hop], outputs)], None
         async with self._turn:
             if not chain.tape.seen(leg.start, part.end):
                 self.counts.unable += 1
                 return
-            try:
-                second = await self._compute(leg, part, {leg.hop.peer_id})
-            except LilliputError as e:
-                self.counts.unable += 1
-                logger.info("nobody could audit %s: %s", leg.hop, e)
-                return
-            third, trusted = None, remote.trusted_peers or ()
-            verdict = judge(part.hidden, first, second, codec=remote.codec, trusted=trusted)
-            if verdict is Verdict.UNDECIDED:
+            while wrong is None and len(accounts) <= _MOST_ASKED:
                 try:
-                    third = await self._compute(leg, part, {*first.peers, *second.peers})
+                    accounts.append(await self._compute(leg, part, {peer for one in accounts for peer in one.peers}))
                 except LilliputError as e:
-                    logger.info("nobody could settle who is right about blocks %d:%d: %s", leg.start, leg.end, e)
-                verdict = judge(part.hidden, first, second, third, codec=remote.codec, trusted=trusted)
-            self._act(leg, verdict, first, second)
+                    logger.info("nobody else could audit %s: %s", leg.hop, e)
+                    break
+                wrong = judge(part.hidden, accounts, codec=remote.codec, trusted=remote.trusted_peers or ())
+            if len(accounts) == 1:
+                self.counts.unable += 1
+            else:
+                self._act(leg, accounts, wrong)
 
-    def _act(self, leg: Leg, verdict: Verdict, first: Account, second: Account) -> None:
-        blocks, others = f"{leg.start}:{leg.end}", " and ".join(peer[-8:] for peer in second.peers)
-        if verdict is Verdict.UNDECIDED:
+    def _act(self, leg: Leg, accounts: Sequence[Account], wrong: list[int] | None) -> None:
+        blocks = f"blocks {leg.start}:{leg.end}"
+        if wrong is None:
+            peers = tuple(peer for account in accounts for peer in account.peers)
             raise Disputed(
-                f"servers {leg.hop.peer_id[-8:]} and {others} compute something else for blocks {blocks} from the "
-                "same hidden states, and nobody else can tell who is right; a third server of these blocks could, or "
+                f"servers {' and '.join(peer[-8:] for peer in peers)} compute something else for {blocks} from the "
+                "same hidden states, and nobody else can tell who is right; another server of these blocks could, or "
                 "name one of them as trusted",
-                (*first.peers, *second.peers),
+                peers,
             )
-        if verdict is Verdict.FIRST_WRONG:
+        for number in wrong:
+            if len(accounts[number].peers) == 1:  # of several, who knows which
+                self._convict(accounts[number].peers[0], blocks)
+        if 0 in wrong:
             error = WrongAnswer(f"server {leg.hop}: others compute something else from the same hidden states")
-            self._convict(leg.hop.peer_id, str(error))
             raise Convicted(leg, error)
         self.counts.agreed += 1
-        if verdict is Verdict.SECOND_WRONG and len(second.peers) == 1:  # of several, who knows which
-            self._convict(second.peers[0], f"server {others} contradicts two others about blocks {blocks}")
 
-    def _convict(self, peer_id: str, why: str) -> None:
+    def _convict(self, peer_id: str, blocks: str) -> None:
         self._chain.remote.connection.convict(peer_id)
         self.counts.convicted.append(peer_id)
-        logger.warning("%s; it is not used any more", why)
+        logger.warning(
+            "server %s computes something else for %s than others do; it is not used any more", peer_id[-8:], blocks
+        )
 
     # -- what others make of it
 
     async def _compute(self, leg: Leg, part: Part, asked: set[str]) -> Account:
-        """What somebody who was not asked yet makes of a part that a leg was sent. Raises what chains do."""
+        """What somebody who was not asked yet makes of a part that a leg was sent. Raises `MissingBlocks`."""
+        asked = set(asked)
+        while True:
+            hops = await self._somebody(leg, asked)
+            try:
+                return await self._ask(hops, part)
+            except LilliputError as e:
+                logger.info("an audit by %s failed: %s", " and ".join(map(str, hops)), e)
+                asked.update(hop.peer_id for hop in hops)
+
+    async def _ask(self, hops: list[Hop], part: Part) -> Account:
         chain = self._chain
-        hops = await self._somebody(leg, asked)
         names = self._names(part.begin)
         prefix = for_all_rows(names.keys(0, part.begin, part.rows), part.rows, chain.max_rows)
         patience = replace(chain.remote.patience, queue=0.0)

@@ -54,6 +54,7 @@ class Chain:
     :ivar tape: what they were sent
     :ivar recoveries: what happened to them so far
     :ivar crossings: of the step that is under way, or was last
+    :ivar auditing: seconds that it waited for audits
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Chain:
         self.legs: list[Leg] = []
         self.recoveries: list[Recovery] = []
         self.crossings: list[Crossing] = []
+        self.auditing = 0.0
         self._bid, self._session_id, self._on_queue = bid, session_id, on_queue
         self.request_id = request_id
         self.busy = busy
@@ -180,7 +182,7 @@ class Chain:
     async def run(self, step: Part, tokens: torch.Tensor) -> torch.Tensor:
         """A step, cut into parts, through the whole chain; returns its outputs, of the shape of its inputs."""
         self.repair.failures = 0
-        self.crossings = []
+        self.crossings, self.auditing = [], 0.0
         parts = list(self._cut(step, tokens))
         for part in parts:
             self.tape.append(part)
@@ -206,7 +208,10 @@ class Chain:
         except LilliputError:
             await self.audits.settle()  # perhaps a server called wrong what a liar had made of it
             raise
+        computed = time.perf_counter()
         await self.audits.settle()
+        if self.remote.audit:
+            self.auditing += time.perf_counter() - computed
         return outputs
 
     async def _begin_again(self, convicted: Convicted, position: int) -> None:
@@ -230,9 +235,10 @@ class Chain:
             part.max_length = step.max_length if begin == 0 else 0
             yield part
 
-    def part_tokens(self, rows: int, hidden: torch.Tensor) -> int:
-        """How many tokens of each row may go in one part."""
-        at_most = min([_PART_TOKENS, *(leg.session.max_step_tokens for leg in self.legs)])
+    def part_tokens(self, rows: int, hidden: torch.Tensor, legs: Sequence[Leg] | None = None) -> int:
+        """How many tokens of each row may go in one part, through all legs or through these."""
+        legs = self.legs if legs is None else legs
+        at_most = min([_PART_TOKENS, *(leg.session.max_step_tokens for leg in legs)])
         by_bytes = _PART_BYTES // (rows * hidden.shape[2] * hidden.element_size())
         return max(1, min(at_most // rows, by_bytes))
 

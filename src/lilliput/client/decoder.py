@@ -25,8 +25,12 @@ T = TypeVar("T")
 
 #: picks the next token's id from the ids so far and the logits, float32 [vocabulary], which it may overwrite
 Sampler = Callable[[Sequence[int], torch.Tensor], int]
+#: looks at logits, float32 [n, vocabulary], after the tokens of a prompt from the named place on; runs in a thread
+Reader = Callable[[int, torch.Tensor], None]
 
 _CYCLE_WEIGHT = 0.2
+#: a prompt's logits are made and read in parts of so many: those of a long one, all at once, would take gigabytes
+_LOGITS_AT_ONCE = 1 << 22
 
 
 @dataclass(eq=False)
@@ -50,7 +54,8 @@ class EndsTime:
 
     :ivar embedding: the prompt; of a token it is computed with the one before
     :ivar waiting: for streams that go on together with this one, or for the thread that computes
-    :ivar computing: the head and the choice, for all that go on together
+    :ivar computing: the head and the choice, for all that go on together; with the first, the head over the prompt if
+        that is read, too
     """
 
     embedding: float
@@ -79,7 +84,7 @@ def seconds_to_wait(arrived: float, flying: Collection[float], *, cycle: float, 
 class Decoder:
     """Generates for many streams with one model's ends.
 
-    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`. Use it for nothing else meanwhile.
+    :param model: from `AutoDistributedModelForCausalLM.from_pretrained`. Other threads may use it meanwhile.
     """
 
     def __init__(self, model: Any) -> None:
@@ -90,6 +95,7 @@ class Decoder:
         self._cycle, self._stages = 0.0, 2
         self._arrived = threading.Condition()
         self._closed = False
+        self._reading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="decoder", daemon=True)
         self._thread.start()
 
@@ -115,6 +121,7 @@ class Decoder:
         *,
         max_new_tokens: int,
         sampler: Sampler | None = None,
+        reader: Reader | None = None,
         stop_ids: Collection[int] = (),
         session: AsyncInferenceSession | None = None,
         bid: float = 0.0,
@@ -123,9 +130,12 @@ class Decoder:
         """The answer's tokens, one after another, `stop_ids` not among them. Runs on the connection's loop.
 
         :param input_ids: the prompt
+        :param max_new_tokens: 0 computes the prompt, and nothing after it
         :param sampler: how to pick a token; default: the likeliest
+        :param reader: is shown, part by part and before the first token comes, what the model expects after each token
+            of the prompt but the last. All of the prompt is computed for it, also what servers have in their caches.
         :param session: one that stands before the first of `input_ids`; by default one for this stream, closed with it
-        :param on_ends: told with each token, `stop_ids` among them, what it took here
+        :param on_ends: told with each token, `stop_ids` among them, what it took here; once, if no token is wanted
         """
         if not input_ids:
             raise BadRequest("an empty prompt; begin with the model's first token")
@@ -139,14 +149,20 @@ class Decoder:
             begun = time.monotonic()
             hidden = await asyncio.to_thread(self._embed, tokens)
             embedding = time.monotonic() - begun
-            hidden = await session.step(hidden, tokens=tokens, needed=1)
+            hidden = await session.step(hidden, tokens=tokens, needed=1 if reader is None else None)
+            begun = time.monotonic()
+            if reader is not None:
+                await self._read(hidden, reader)
+            reading = time.monotonic() - begun
+            if not max_new_tokens and on_ends is not None:
+                on_ends(EndsTime(embedding, 0.0, reading))
             self._stages = len(session.hops) + 1
             for number in range(max_new_tokens):
                 due = self._next(key, hidden[:, -1:], ids, sampler)
                 token, embedded = await due.future
                 if on_ends is not None:
-                    on_ends(EndsTime(embedding, due.begun - due.arrived, due.done - due.begun))
-                embedding = 0.0
+                    on_ends(EndsTime(embedding, due.begun - due.arrived, due.done - due.begun + reading))
+                embedding = reading = 0.0
                 if token in stop_ids:
                     return
                 ids.append(token)
@@ -158,6 +174,17 @@ class Decoder:
             self._flying.pop(key, None)
             if own:
                 await session.close()
+
+    async def _read(self, hidden: torch.Tensor, reader: Reader) -> None:
+        end, vocabulary = hidden.shape[1] - 1, self._model.config.get_text_config().vocab_size
+        count = max(1, _LOGITS_AT_ONCE // vocabulary)
+        for place in range(0, end, count):
+            async with self._reading:  # one part of one prompt at a time, in turn
+                await asyncio.to_thread(self._read_part, place, hidden[:, place : min(place + count, end)], reader)
+
+    @torch.inference_mode()
+    def _read_part(self, place: int, hidden: torch.Tensor, reader: Reader) -> None:
+        reader(place, self._logits(hidden)[0].float())
 
     def _next(self, key: int, hidden: torch.Tensor, ids: list[int], sampler: Sampler | None) -> _Due:
         loop, now = asyncio.get_running_loop(), time.monotonic()
@@ -203,9 +230,7 @@ class Decoder:
 
     @torch.inference_mode()
     def _compute(self, wave: list[_Due]) -> list[tuple[int, torch.Tensor] | Exception]:
-        hidden = torch.cat([due.hidden for due in wave])
-        with self._model._gate.answering(lambda _: hidden):
-            logits = self._model(inputs_embeds=hidden, use_cache=False).logits[:, -1]
+        logits = self._logits(torch.cat([due.hidden for due in wave]))[:, -1]
         tokens = logits.argmax(-1)
         failed: dict[int, Exception] = {}  # one stream's sampler is no concern of the others
         with _one_thread():
@@ -217,6 +242,11 @@ class Decoder:
                         failed[row] = e
         embedded = self._embed(tokens[:, None]).split(1)
         return [failed.get(row) or result for row, result in enumerate(zip(tokens.tolist(), embedded, strict=True))]
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What came from the last block, [rows, tokens, hidden] -> [rows, tokens, vocabulary]."""
+        with self._model._gate.answering(lambda _: hidden):
+            return self._model(inputs_embeds=hidden, use_cache=False).logits  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

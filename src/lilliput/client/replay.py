@@ -92,9 +92,9 @@ class Replay:
 
         for leg in legs:
             leg.stand_at(begin)
-        await all_of([asyncio.create_task(through(*part)) for part in self._parts(begin, end)])
+        await all_of([asyncio.create_task(through(*part)) for part in self._parts(legs, begin, end)])
 
-    def _parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    def _parts(self, legs: list[Leg], begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """First token, last token, and rows: tokens that all rows share are sent for one of them."""
         if begin >= end:
             return
@@ -103,7 +103,7 @@ class Replay:
         hidden = tape.play(self._chain.start, begin, begin + 1).hidden
         while begin < end:
             sent, until = (1, shared) if begin < shared else (tape.rows, end)
-            stop = min(begin + self._chain.part_tokens(sent, hidden), until)
+            stop = min(begin + self._chain.part_tokens(sent, hidden, legs), until)
             yield begin, stop, sent
             begin = stop
 

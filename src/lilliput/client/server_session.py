@@ -123,7 +123,7 @@ class ServerSession:
         """Ask the server for a session, wait in its queue as long as `patience.queue` allows.
 
         :param request_id: for the server's log
-        :param resumes: it takes another server's place, and is fed what that one was
+        :param resumes: it is fed what another server was, to take its place or to check it
 
         Raises `Unreachable`, `Busy` with the expected wait, or whatever reason the server has to refuse.
         """

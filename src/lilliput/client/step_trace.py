@@ -50,6 +50,7 @@ class StepTrace:
     :ivar opening: of these, finding servers and opening sessions there
     :ivar moving: waiting while the session moved to other servers
     :ivar recovering: waiting for others to take over from servers that failed
+    :ivar auditing: waiting for others to check what servers returned
     :ivar crossings: of its parts. Those of a long step are under way at the same time.
     """
 
@@ -58,6 +59,7 @@ class StepTrace:
     opening: float
     moving: float
     recovering: float
+    auditing: float
     crossings: Sequence[Crossing]
 
     @property
@@ -84,5 +86,5 @@ class StepTrace:
     @property
     def rest(self) -> float:
         """What nothing above accounts for. Below 0: so much of it happened at the same time."""
-        known = self.opening + self.moving + self.recovering + self.lost
+        known = self.opening + self.moving + self.recovering + self.auditing + self.lost
         return self.seconds - known - self.network - self.queued - self.computing

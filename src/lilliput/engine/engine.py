@@ -45,22 +45,23 @@ _SHUTTING_DOWN = SessionExpired("the server computes no more")
 class Engine:
     """Runs a span for many sessions.
 
-    :param pages, page_size: the cache: so many pages of so many tokens
+    :param pages, page_size: the cache has room for so many times so many tokens in all blocks of the span, or for more
+        where some of these look at a window only: each of `span.groups` has pages of its own, from one pool
     :param take_turns: compute while no other server of this machine does
     """
 
     def __init__(
         self, span: Span, *, pages: int, page_size: int = 32, budget: Budget | None = None, take_turns: bool = False
     ) -> None:
-        self.span = span
+        self.span, self.pages = span, pages
         self.budget = budget or Budget()
-        self.pool = PagePool(pages, page_size)
+        self.pool = PagePool(pages * len(span.groups), page_size)
         self.counters = Counters()
         self.rates = Rates()
         self.threads = Threads()
         #: among the servers of this machine, if they all use all of its cores
         self.turn: AbstractContextManager[None] = Turn() if take_turns else nullcontext()
-        self._caches = span.new_pools(pages, page_size)
+        self.cache = span.new_cache(self.pool.count, page_size)
         self._sessions: dict[CacheSession, StepQueue] = {}
         self._passes = Passes(span, self.counters, self._cores)
         self._round_seconds = 0.0
@@ -108,13 +109,13 @@ class Engine:
                 self.pool,
                 start,
                 end,
+                self.span.groups_of(start, end),
                 rows=rows,
                 max_length=max_length,
                 bid=bid,
                 owner=owner,
                 adapter=adapter,
                 peer=peer,
-                window=self.span.window(start, end),
             )
             if prefix:
                 self.counters.reused_tokens += session.adopt_prefix(prefix) * len(prefix)
@@ -250,15 +251,10 @@ class Engine:
 
     def _prepare_pages(self, session: CacheSession) -> None:
         if session.copies:
-            source = torch.tensor([a for a, _ in session.copies])
-            target = torch.tensor([b for _, b in session.copies])
-            for block in range(session.start, session.end):
-                self._caches[block][target] = self._caches[block][source]
+            self.cache.copy(session.copies)
             session.copies.clear()
         if session.fresh:
-            fresh = torch.tensor(session.fresh)
-            for block in range(session.start, session.end):
-                self._caches[block].index_fill_(0, fresh, 0)
+            self.cache.clear(session.fresh)
             session.fresh.clear()
 
     def _hold_back(self) -> bool:
@@ -302,7 +298,7 @@ class Engine:
             first = ordered[0].session
             with self._cores(hidden.shape[0]):
                 begun = time.perf_counter()
-                outputs = self.span.paged(hidden, batch, self._caches, first.start, first.end)
+                outputs = self.span.paged(hidden, batch, self.cache.blocks, first.start, first.end)
         except Exception as e:
             if len(slices) > 1:  # one of them broke it; the others need not suffer
                 for s in slices:
@@ -373,9 +369,8 @@ class Engine:
         if step.begun:
             # NaN behind the last token would meet weights of zero in the next step, and zero times NaN is NaN
             first = (session.length - step.offset) % self.pool.page_size
-            for page in session.abandon(step):
-                for block in range(session.start, session.end):
-                    self._caches[block][page, :, first:] = 0
+            for page, group in session.abandon(step):
+                self.cache.clear_behind(page, first, group)
         step.done(ServerFailure(f"the server failed to compute this step: {error}"))
 
     def _give_up(self) -> None:

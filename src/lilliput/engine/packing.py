@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lilliput.engine.session import CacheSession, Step
-from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch, Prompts
+from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch, Places, Prompts
 
 #: rows are padded to the longest of their group; groups are cut so that padding stays below this factor
 _GROUP_FACTOR = 2
@@ -31,39 +31,26 @@ class Slice:
 
 def pack(slices: Sequence[Slice], page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, PackedBatch, list[Slice]]:
     """Hidden states [tokens, hidden], the batch, and the slices in the order of their tokens."""
-    single = sorted((s for s in slices if s.tokens == 1), key=lambda s: len(s.session.rows[0].pages))
+    single = sorted((s for s in slices if s.tokens == 1), key=lambda s: s.session.length)
     several = [s for s in slices if s.tokens > 1]
     ordered = [*single, *several]
     hidden: list[torch.Tensor] = []
     prompts: list[Prompts] = []
-    # Rows with one token, of which there may be many, are plain numbers until all are known: few operations a round.
-    positions, slots = _decode_places(single, page_size)
     total = 0
     for s in ordered:
-        step, window = s.step, slice(s.step.offset, s.step.offset + s.tokens)
-        hidden.append(step.hidden[:, window].reshape(s.count, -1))
+        step, part = s.step, slice(s.step.offset, s.step.offset + s.tokens)
+        hidden.append(step.hidden[:, part].reshape(s.count, -1))
         if step.prompts is not None:
-            values = step.prompts[:, :, window].reshape(step.prompts.shape[0], s.count, -1).to(dtype)
+            values = step.prompts[:, :, part].reshape(step.prompts.shape[0], s.count, -1).to(dtype)
             prompts.append(Prompts(total, values))
         total += s.count
-    for s in several:
-        step, session = s.step, s.session
-        slot = torch.arange(session.length, session.length + s.tokens)
-        if step.position_ids is not None:
-            positions.append(step.position_ids[:, step.offset : step.offset + s.tokens].reshape(-1).long())
-        else:
-            positions.append(slot.repeat(step.rows))
-        pages = _pages_of(session, session.length + s.tokens, page_size)
-        slots.append((pages[:, slot // page_size] * page_size + slot % page_size).reshape(-1))
-    batch = PackedBatch(
-        page_size=page_size,
-        position_ids=torch.cat(positions),
-        slots=torch.cat(slots),
-        decode=[_decode_group(group, page_size) for group in _groups(single, page_size)],
-        chunks=[_chunk(s, page_size) for s in several],
-        prompts=prompts,
-        adapters=_adapters(ordered),
-    )
+    places: dict[int, Places] = {}
+    tables = ordered[0].session.tables
+    for window in {table.group.window for table in tables}:
+        alike = [number for number, table in enumerate(tables) if table.group.window == window]
+        for number, here in zip(alike, _places(single, several, alike, page_size).of_each_table(), strict=True):
+            places.update(dict.fromkeys(tables[number].group.blocks, here))
+    batch = PackedBatch(_positions(single, several), places, prompts, _adapters(ordered))
     return torch.cat(hidden).to(dtype), batch, ordered
 
 
@@ -90,19 +77,20 @@ def attend_to_self(mask: torch.Tensor, start: int) -> torch.Tensor:
     return torch.cat([mask[..., :start], mask[..., start:] | (own & empty[..., None])], dim=-1)
 
 
-def _decode_places(single: Sequence[Slice], page_size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Positions and slots of the rows with one token, each as at most one tensor in a list."""
-    if not single:
-        return [], []
-    positions: list[int] = []
-    slots: list[int] = []
+def _positions(single: Sequence[Slice], several: Sequence[Slice]) -> torch.Tensor:
+    # Rows with one token, of which there may be many, are plain numbers until all are known: few operations a round.
+    numbers: list[int] = []
     for s in single:
-        length = s.session.length
-        page, offset = length // page_size, length % page_size
-        slots.extend(row.pages[page] * page_size + offset for row in s.session.rows)
         ids = s.step.position_ids
-        positions.extend(ids[:, s.step.offset].tolist() if ids is not None else [length] * s.step.rows)
-    return [torch.tensor(positions)], [torch.tensor(slots)]
+        numbers.extend(ids[:, s.step.offset].tolist() if ids is not None else [s.session.length] * s.step.rows)
+    positions = [torch.tensor(numbers)] if single else []
+    for s in several:
+        step, length = s.step, s.session.length
+        if step.position_ids is not None:
+            positions.append(step.position_ids[:, step.offset : step.offset + s.tokens].reshape(-1).long())
+        else:
+            positions.append(torch.arange(length, length + s.tokens).repeat(step.rows))
+    return torch.cat(positions)
 
 
 def _adapters(ordered: Sequence[Slice]) -> list[tuple[str, torch.Tensor | None]]:
@@ -118,47 +106,83 @@ def _adapters(ordered: Sequence[Slice]) -> list[tuple[str, torch.Tensor | None]]
     return [(name, torch.tensor(where)) for name, where in places.items() if name]
 
 
-def _pages_of(session: CacheSession, length: int, page_size: int) -> torch.Tensor:
-    count = -(-length // page_size)
-    return torch.tensor([row.pages[:count] for row in session.rows])
+class _Seen:
+    """What a slice's tokens look at in some of its session's page tables, which have one window.
+
+    :ivar start: tokens of a row before the slice's, in these pages
+    :ivar pages: of each table and row, up to its last token
+    """
+
+    def __init__(self, s: Slice, numbers: Sequence[int], page_size: int) -> None:
+        tables, length = [s.session.tables[number] for number in numbers], s.session.length
+        first, last = tables[0].first_seen(length), (length + s.tokens - 1) // page_size
+        self.slice, self.start = s, length - first * page_size
+        self.pages = [[row[first - table.left : last + 1 - table.left] for row in table.rows] for table in tables]
+        self.count = last + 1 - first
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """bool [rows or 1, tokens, start + tokens]"""
+        step = self.slice.step
+        if step.mask is None:
+            return None
+        mask = step.mask[:, step.offset : step.offset + self.slice.tokens]
+        length = self.slice.session.length
+        return mask[:, :, length - self.start : length + self.slice.tokens]
 
 
-def _groups(single: Sequence[Slice], page_size: int) -> list[list[Slice]]:
-    groups: list[list[Slice]] = []
+def _places(single: Sequence[Slice], several: Sequence[Slice], numbers: Sequence[int], page_size: int) -> Places:
+    """Where the tokens are in the pages of the sessions' tables of these numbers, which have one window."""
+    decode = [_Seen(s, numbers, page_size) for s in single]
+    slots: list[torch.Tensor] = []
+    if decode:
+        of_tables = [
+            [row[-1] * page_size + seen.start % page_size for seen in decode for row in seen.pages[table]]
+            for table in range(len(numbers))
+        ]
+        slots.append(torch.tensor(of_tables))
+    chunks = []
+    for s in several:
+        seen = _Seen(s, numbers, page_size)
+        pages, slot = torch.tensor(seen.pages), torch.arange(seen.start, seen.start + s.tokens)
+        slots.append((pages[:, :, slot // page_size] * page_size + slot % page_size).flatten(1))
+        chunks.append(Chunk(s.step.rows, s.tokens, seen.start, pages, seen.mask))
+    return Places(
+        page_size,
+        slots=torch.cat(slots, dim=1),
+        decode=[_decode_group(group, page_size) for group in _groups(decode)],
+        chunks=chunks,
+    )
+
+
+def _groups(decode: Sequence[_Seen]) -> list[list[_Seen]]:
+    groups: list[list[_Seen]] = []
     smallest = 0
-    for s in single:  # by growing number of pages
-        pages = s.session.length // page_size + 1
-        if groups and pages <= max(_SMALL_PAGES, _GROUP_FACTOR * smallest):
-            groups[-1].append(s)
+    for seen in decode:  # by about growing number of pages
+        if groups and seen.count <= max(_SMALL_PAGES, _GROUP_FACTOR * smallest):
+            groups[-1].append(seen)
         else:
-            groups.append([s])
-            smallest = pages
+            groups.append([seen])
+            smallest = seen.count
     return groups
 
 
-def _decode_group(group: Sequence[Slice], page_size: int) -> DecodeGroup:
-    width = max(s.session.length // page_size + 1 for s in group)
-    pages, lengths = [], []
-    for s in group:
-        padding = width - len(s.session.rows[0].pages)
-        for row in s.session.rows:
-            pages.append(row.pages + row.pages[:1] * padding if padding else row.pages)
-        lengths.extend([s.session.length + 1] * s.step.rows)
+def _decode_group(group: Sequence[_Seen], page_size: int) -> DecodeGroup:
+    width = max(seen.count for seen in group)
+    pages: list[list[list[int]]] = [[] for _ in group[0].pages]
+    lengths: list[int] = []
+    for seen in group:
+        padding = width - seen.count
+        for of_table, rows in zip(pages, seen.pages, strict=True):
+            of_table.extend(row + row[:1] * padding if padding else row for row in rows)
+        lengths.extend([seen.start + 1] * seen.slice.step.rows)
     mask = None
-    if any(s.step.mask is not None for s in group):
-        mask = torch.ones(len(pages), width * page_size, dtype=torch.bool)
+    if any(seen.slice.step.mask is not None for seen in group):
+        mask = torch.ones(len(lengths), width * page_size, dtype=torch.bool)
         first = 0
-        for s in group:
-            if s.step.mask is not None:
-                length = s.session.length + 1
-                mask[first : first + s.step.rows, :length] = s.step.mask[:, s.step.offset, :length]
-            first += s.step.rows
+        for seen in group:
+            count = seen.slice.step.rows
+            if (given := seen.mask) is not None:
+                mask[first : first + count, : seen.start + 1] = given[:, 0]
+            first += count
     return DecodeGroup(torch.tensor(pages), torch.tensor(lengths), mask)
-
-
-def _chunk(s: Slice, page_size: int) -> Chunk:
-    step, start = s.step, s.session.length
-    mask = None
-    if step.mask is not None:
-        mask = step.mask[:, step.offset : step.offset + s.tokens, : start + s.tokens]
-    return Chunk(step.rows, s.tokens, start, _pages_of(s.session, start + s.tokens, page_size), mask)

@@ -1,7 +1,7 @@
 """Pages of attention cache: who uses them, which hold a known prefix, which are free. Bookkeeping only, no tensors.
 
 A page is a reference count. Rows that share a prefix share its pages; a shared page is copied when one writes to it
-(the caller does, see `CacheSession`). A full page whose tokens' key is known stays findable after its last user left,
+(the caller does, see `Table`). A full page whose tokens' key is known stays findable after its last user left,
 until someone needs the room. The idea of keyed pages is vLLM's automatic prefix caching.
 """
 
@@ -75,6 +75,9 @@ class PagePool:
         if page not in self._key_of and key not in self._page_of:
             self._key_of[page] = key
             self._page_of[key] = page
+
+    def knows(self, key: bytes) -> bool:
+        return key in self._page_of
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """The longest run of known pages for a chain of keys, each with one user more."""

@@ -23,9 +23,9 @@ def measure(engine: Engine) -> float:
 
     Returns tokens per second through the whole span when several streams come together.
     """
-    room = engine.pool.count * engine.pool.page_size
+    room = engine.pages * engine.pool.page_size
     for rows in _ROWS:
-        if rows * engine.pool.page_size <= room:
+        if rows <= engine.pages:
             _try_threads(engine, rows)
     together = throughput(engine)
     length = min(_PREFIX_TOKENS, room - _DECODE_STEPS)
@@ -40,7 +40,7 @@ def measure(engine: Engine) -> float:
 
 def throughput(engine: Engine) -> float:
     """Tokens per second through the whole span when several streams come together."""
-    rows = min(_TOGETHER, engine.pool.count)
+    rows = min(_TOGETHER, engine.pages)
     with _Session(engine, rows, engine.pool.page_size) as session:
         return rows / min(session.step(1).compute_seconds for _ in range(_TRIES))
 

@@ -1,7 +1,8 @@
-"""A session's attention cache: rows of pages, a length, a promise. And the steps that change it.
+"""A session's attention cache: page tables, a length, a promise. And the steps that change it.
 
 All rows of a session have the same length. Rows that continue the same tokens share pages, so beams, `parents` and
-rollback move no data; only a shared page that is written to is copied.
+rollback move no data; only a shared page that is written to is copied. Each group of blocks that look equally far back
+has a page table of its own.
 """
 
 from __future__ import annotations
@@ -14,24 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from lilliput.engine.pages import PagePool
+from lilliput.engine.table import Table
 from lilliput.errors import BadRequest, LilliputError, SessionExpired, TooLong
+from lilliput.models.paged_cache import Group
 
 _REMEMBERED_IDS = 64
 #: page keys arrive for this many tokens each (wire.prefix.GRAIN; the engine knows no network, so it is named twice)
 GRAIN = 16
-#: where only a window of tokens is looked at, so many before it are kept, too, in case that some are rolled back
-KEPT_BEFORE_WINDOW = 64
-
-
-@dataclass
-class Row:
-    """One sequence: its pages, and the keys of its grains as far as they are known without a gap.
-
-    The first `CacheSession.left` entries of `pages` stand for pages that were given back: nobody looks at them.
-    """
-
-    pages: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
 
 
 @dataclass
@@ -84,13 +74,14 @@ class CacheSession:
     """One session's rows. Belongs to the engine's thread.
 
     :param start, end: the blocks that its steps run through
+    :param groups: of these blocks
     :param rows: at most so many rows
     :param max_length: at most so many tokens a row; together with `rows` this is what admission promised
     :param owner: who may find this session's pages again by their keys
     :param adapter: that its tokens use; empty: none
     :param peer: whose it is
-    :param window: how many tokens its blocks look back, if none of them looks at all
-    :ivar left: pages at the beginning of every row that were given back
+    :ivar tables: one for each group
+    :ivar keys: of each row's grains, as far as they are known without a gap
     """
 
     def __init__(
@@ -98,6 +89,7 @@ class CacheSession:
         pool: PagePool,
         start: int,
         end: int,
+        groups: Sequence[Group],
         *,
         rows: int,
         max_length: int,
@@ -105,16 +97,18 @@ class CacheSession:
         owner: bytes = b"",
         adapter: str = "",
         peer: str = "",
-        window: int | None = None,
     ) -> None:
-        self._pool, self._window = pool, window
+        self._page_size = pool.page_size
         # a page holds what one part of the span computed with one adapter, and is found again by its owner only
-        self._scope = f"{start}:{end}:{adapter}:".encode() + owner  # no adapter's name has a colon
+        scope = f"{adapter}:".encode() + owner  # no adapter's name has a colon
+        self.tables = [
+            Table(pool, group, f"{start}:{end}:{number}:".encode() + scope) for number, group in enumerate(groups)
+        ]
+        self.keys: list[list[bytes]] = []
         self.adapter, self.peer = adapter, peer
         self.start, self.end = start, end
         self.max_rows, self.max_length, self.bid = rows, max_length, bid
-        self.rows: list[Row] = []
-        self.length = self.left = 0
+        self.length = 0
         self.closed = False
         #: number of the last reordering that was done
         self.reordered = 0
@@ -128,23 +122,27 @@ class CacheSession:
         self.copies: list[tuple[int, int]] = []
         self.fresh: list[int] = []
 
+    @property
+    def rows(self) -> int:
+        return len(self.keys)
+
     def adopt_prefix(self, prefix: Sequence[Sequence[bytes]]) -> int:
         """Start with whatever pages are known for these keys, one list a row. Returns the tokens found, per row."""
-        grains = self._pool.page_size // GRAIN
-        found = [self._pool.find([self._scope + key for key in keys[grains - 1 :: grains]]) for keys in prefix]
+        grains = self._page_size // GRAIN
+        pages = [keys[grains - 1 :: grains] for keys in prefix]
         # a step past the session's length would have no room, and at least one token must be left to compute
-        limit = (self.max_length - 1) // self._pool.page_size
-        shared = min([limit, *(len(pages) for pages in found)])
-        self.rows = [
-            Row(pages[:shared], list(keys[: shared * grains])) for pages, keys in zip(found, prefix, strict=True)
-        ]
-        for pages in found:
-            for page in pages[shared:]:
-                self._pool.leave(page)
-        self.length = shared * self._pool.page_size
-        if not self.length:
-            self.rows = []
-        self._leave_behind()
+        count = min([(self.max_length - 1) // self._page_size, *map(len, pages)])
+        checked = -1
+        while count != checked:  # what one table lacks, the others need not have
+            checked = count
+            for table in self.tables:
+                for keys in pages:
+                    count = table.known(keys, count)
+        if count:
+            for table in self.tables:
+                table.adopt([keys[:count] for keys in pages])
+            self.keys = [list(keys[: count * grains]) for keys in prefix]
+        self.length = count * self._page_size
         return self.length
 
     def begin(self, step: Step, hidden_size: int, dtype: torch.dtype) -> None:
@@ -166,30 +164,34 @@ class CacheSession:
         if step.start_position is not None:
             self._rollback(step.start_position)
         if self.length == 0:
-            self.rows = [Row() for _ in range(step.rows)]
-        self._grow(self.length + step.tokens)
+            self.keys = [[] for _ in range(step.rows)]
+            for table in self.tables:
+                table.begin(step.rows)
+        for table in self.tables:
+            copies, fresh = table.grow(self.length, self.length + step.tokens)
+            self.copies += copies
+            self.fresh += fresh
         step.begun = True
 
     def finish(self, step: Step) -> None:
         """All of a step's tokens are in the cache: pages that became full can be found by their keys."""
         if step.hashes is not None:
-            before = (self.length - step.tokens) // GRAIN
-            for row, keys in zip(self.rows, step.hashes, strict=True):
-                if len(row.keys) == before and len(keys) == self.length // GRAIN - before:
-                    row.keys.extend(keys)
-                    self._publish(row)
-        self._leave_behind()
+            self._publish(step.hashes, (self.length - step.tokens) // GRAIN)
+        for table in self.tables:
+            table.leave_behind(self.length)
 
-    def abandon(self, step: Step) -> list[int]:
+    def abandon(self, step: Step) -> list[tuple[int, Group]]:
         """The step failed while computing: forget its tokens. The session stays usable.
 
         What a step did to the rows before it was computed (`parents`, `start_position`) stays done. Returns the pages
-        behind whose last token the step may have left anything.
+        behind whose last token the step may have left anything, each with the blocks that it is for.
         """
         self._rollback(self.length - step.offset)
         self.copies.clear()
         self.fresh.clear()
-        return [row.pages[-1] for row in self.rows] if self.length % self._pool.page_size else []
+        if self.length % self._page_size == 0:
+            return []
+        return [(row[-1], table.group) for table in self.tables for row in table.rows]
 
     def remember(self, step: Step, output: StepOutput) -> None:
         """Keep the output of the last step, in case that the client asks again."""
@@ -199,11 +201,10 @@ class CacheSession:
 
     def close(self) -> None:
         """Give all pages back. May be called twice."""
-        for row in self.rows:
-            for page in row.pages[self.left :]:
-                self._pool.leave(page)
-        self.rows, self.copies, self.fresh, self.last_step = [], [], [], None
-        self.length, self.left, self.closed = 0, 0, True
+        for table in self.tables:
+            table.close()
+        self.keys, self.copies, self.fresh, self.last_step = [], [], [], None
+        self.length, self.closed = 0, True
 
     def _check(self, step: Step, hidden_size: int) -> None:
         hidden = step.hidden
@@ -218,12 +219,13 @@ class CacheSession:
         start = self.length if step.start_position is None else step.start_position
         if start > self.length:
             raise BadRequest(f"start_position {start} is beyond the {self.length} tokens in the cache")
-        if self._window is not None and self.left and 0 < start < self.left * self._pool.page_size + self._window:
-            raise SessionExpired(
-                f"what lies before token {start} was given back: these blocks look at {self._window} tokens; "
-                f"send all tokens again"
-            )
-        current = len(self.rows)
+        for table in self.tables:
+            if not table.reaches(start):
+                raise SessionExpired(
+                    f"what lies before token {start} was given back: some of these blocks look at {table.group.window} "
+                    f"tokens; send all tokens again"
+                )
+        current = self.rows
         if step.parents is not None:
             if not current:
                 raise BadRequest("parents in a session without rows yet")
@@ -263,64 +265,26 @@ class CacheSession:
             raise BadRequest(f"page keys for {len(step.hashes)} rows in a step of {step.rows}")
 
     def _reorder(self, parents: Sequence[int]) -> None:
-        rows = [Row(list(self.rows[parent].pages), list(self.rows[parent].keys)) for parent in parents]
-        for row in rows:
-            for page in row.pages[self.left :]:
-                self._pool.share(page)
-        for row in self.rows:
-            for page in row.pages[self.left :]:
-                self._pool.leave(page)
-        self.rows = rows
+        self.keys = [list(self.keys[parent]) for parent in parents]
+        for table in self.tables:
+            table.reorder(parents)
 
     def _rollback(self, position: int) -> None:
-        size = self._pool.page_size
-        keep = -(-position // size)
-        for row in self.rows:
-            for page in row.pages[max(keep, self.left) :]:
-                self._pool.leave(page)
-            del row.pages[keep:]
-            del row.keys[position // GRAIN :]
-        self.length, self.left = position, min(keep, self.left)
+        for keys in self.keys:
+            del keys[position // GRAIN :]
+        for table in self.tables:
+            table.roll_back(position)
+        self.length = position
 
-    def _leave_behind(self) -> None:
-        """Give back the pages that none of these blocks will look at."""
-        if self._window is None:
-            return
-        left = max(self.left, (self.length - self._window - KEPT_BEFORE_WINDOW) // self._pool.page_size)
-        if left == self.left:
-            return
-        for row in self.rows:
-            for page in row.pages[self.left : left]:
-                self._pool.leave(page)
-            row.pages[:left] = row.pages[left : left + 1] * left  # a page of its own, whose tokens are masked there
-        self.left = left
-
-    def _grow(self, length: int) -> None:
-        """Pages for every row up to `length`, none of those to be written shared with anyone."""
-        size, pool = self._pool.page_size, self._pool
-        first = self.length // size
-        for row in self.rows:
-            if len(row.pages) > first:  # the next token goes into the middle of this page
-                page = row.pages[first]
-                if pool.is_shared(page):
-                    row.pages[first] = pool.take()
-                    self.copies.append((page, row.pages[first]))
-                    pool.leave(page)
-                else:
-                    pool.about_to_write(page)
-            while len(row.pages) * size < length:
-                row.pages.append(pool.take())
-                self.fresh.append(row.pages[-1])
-
-    def _publish(self, row: Row) -> None:
-        grains = self._pool.page_size // GRAIN
-        for number, page in enumerate(row.pages):
-            if number < self.left:
-                continue
-            last = (number + 1) * grains - 1
-            if last >= len(row.keys):
-                break
-            self._pool.know(page, self._scope + row.keys[last])
+    def _publish(self, hashes: Sequence[Sequence[bytes]], before: int) -> None:
+        """The last step's keys: rows had `before` grains until then."""
+        grains = self._page_size // GRAIN
+        first = before // grains
+        for row, (known, keys) in enumerate(zip(self.keys, hashes, strict=True)):
+            if len(known) == before and len(keys) == self.length // GRAIN - before:
+                known.extend(keys)
+                for table in self.tables:
+                    table.publish(row, first, known[(first + 1) * grains - 1 :: grains])
 
 
 def as_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

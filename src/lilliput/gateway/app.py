@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from lilliput.errors import LilliputError
 from lilliput.gateway.delivery import Events, Json, Whole, refusal
 from lilliput.gateway.door import Door
+from lilliput.gateway.keys import Keys
 from lilliput.gateway.metrics import Counted
 from lilliput.gateway.pages import Page
 from lilliput.gateway.problems import Problem, problem_of
@@ -45,11 +46,13 @@ _EVENTS: dict[str, Any] = {"description": "The answer; with `stream`, as server-
     "application/json": {}, "text/event-stream": {}}}  # fmt: skip
 
 
-def make_app(service: Service, *, keys: Collection[str] = ()) -> ASGIApp:
+def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
     """The application.
 
-    :param keys: of which requests to /v1 must bring one; if there are none, everyone may ask
+    :param keys: of which requests to /v1 must bring one; by default everyone may ask
     """
+    keys = keys or Keys()
+    service.model.metrics.watch(keys.accounts)
     app = FastAPI(title="Lilliput", description="A model in a swarm, as OpenAI's clients expect it", docs_url=None,
                   redoc_url=None, default_response_class=Json)  # fmt: skip
     visits = Visits(Counted(Door(app, keys), service.model.metrics))
@@ -78,12 +81,12 @@ def _add_api(app: FastAPI, service: Service, visits: Visits) -> None:
         return described(called.name)
 
     @app.post("/v1/chat/completions", responses={200: _EVENTS, **_ERRORS})
-    async def chat(request: ChatRequest) -> Response:
-        return _delivered(await service.chat(request), stream=request.stream)
+    async def chat(request: ChatRequest, http: HttpRequest) -> Response:
+        return _delivered(await service.chat(request, http.state.account), stream=request.stream)
 
     @app.post("/v1/completions", responses={200: _EVENTS, **_ERRORS})
-    async def complete(request: CompletionRequest) -> Response:
-        return _delivered(await service.completion(request), stream=request.stream)
+    async def complete(request: CompletionRequest, http: HttpRequest) -> Response:
+        return _delivered(await service.completion(request, http.state.account), stream=request.stream)
 
     @app.get("/v1/requests/{id:path}", responses=_ERRORS)
     async def request_seen(id: str, request: HttpRequest) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lilliput.client.answer_trace import AnswerTrace
 from lilliput.client.detokenizer import Detokenizer
-from lilliput.client.recovery import Recovery
+from lilliput.client.server_session import HopStats
 from lilliput.errors import CacheFull
-from lilliput.gateway.sampler import Constraint, Likelihood, Sampler, Sampling
+from lilliput.gateway.account import Account
+from lilliput.gateway.echo import Echo
+from lilliput.gateway.piece import Piece, Token
+from lilliput.gateway.sampler import Constraint, Sampler, Sampling
 from lilliput.gateway.served_model import ServedModel
 from lilliput.gateway.stops import Stops
 from lilliput.gateway.visit import current
@@ -30,6 +33,7 @@ class Order:
     :param constraint: which tokens may come; no other answer's
     :param keep_special: special tokens are text, too: the model marks its calls of tools with them
     :param continues: the answer is the same text as the prompt, not another's
+    :param echo: the prompt, to stand before the answer
     :param after: to be waited for. Answers to the same prompt wait for the first, and find its caches on the servers.
     :param begun: to be set when the prompt is computed
     """
@@ -43,6 +47,7 @@ class Order:
     constraint: Constraint | None = None
     keep_special: bool = False
     continues: bool = False
+    echo: Echo | None = None
     after: asyncio.Event | None = None
     begun: asyncio.Event | None = None
 
@@ -52,33 +57,11 @@ class Order:
         return self.sampling.likeliest and self.likelihoods is None and self.constraint is None
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token of an answer; where its text begins in the answer's text, in characters."""
-
-    id: int
-    likelihood: Likelihood
-    offset: int
-
-
-@dataclass
-class Piece:
-    """Some more of an answer. The last one says why it ended: stop, length.
-
-    :ivar recoveries: from whom others took over before it came
-    """
-
-    text: str
-    tokens: list[Token] = field(default_factory=list)
-    finish: str | None = None
-    recoveries: Sequence[Recovery] = ()
-
-
 class Choice:
     """Generates one answer. Its counts are right at any time, also when it is given up."""
 
-    def __init__(self, model: ServedModel, order: Order) -> None:
-        self._model, self._order = model, order
+    def __init__(self, model: ServedModel, order: Order, account: Account) -> None:
+        self._model, self._order, self._account = model, order, account
         #: tokens generated so far, the end's own not among them
         self.tokens = 0
         #: tokens of the prompt that all servers had in their caches
@@ -86,7 +69,7 @@ class Choice:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The answer. Close the iterator to give the servers' caches back."""
-        order, model = self._order, self._model
+        order, model, echo = self._order, self._model, self._order.echo
         if order.after is not None:
             await order.after.wait()
         sampler = Sampler(order.sampling, order.prompt, top=order.likelihoods, constraint=order.constraint)
@@ -94,13 +77,16 @@ class Choice:
         before = order.prompt[-_CONTEXT:] if order.continues else []
         detokenizer = Detokenizer(model.tokenizer, keep_special=order.keep_special, before=before)
         waiting: list[Token] = []  # their text is still to be shown
-        decoded = shown = told = 0
+        opening = iter(()) if echo is None else echo.pieces()
+        decoded = shown = 0 if echo is None else len(echo.text)
+        told = 0
         visit, trace = current(), AnswerTrace(model.metrics.saw_step)
         session = model.session(len(order.prompt), order.max_tokens, sure=order.sure, request_id=visit.id, trace=trace)
         stream = model.decoder.stream(
             order.prompt,
             max_new_tokens=order.max_tokens,
             sampler=None if order.plain else sampler,  # the decoder's own is one for all streams
+            reader=echo.read if echo is not None and echo.top is not None and order.after is None else None,
             stop_ids=model.end_ids,
             session=session,
             on_ends=trace.saw_ends,
@@ -110,9 +96,13 @@ class Choice:
             async with contextlib.aclosing(stream):  # type: ignore[type-var]
                 try:
                     async for token in stream:
-                        self._count(session.stats)
+                        self.tokens += 1
+                        self._account.use_answer(1)
                         if self.tokens == 1:
                             model.metrics.saw_first_token(trace.first_seconds)
+                            self._saw_prompt(session.stats)
+                            for piece in opening:
+                                yield piece
                         text = detokenizer.take([token])
                         if order.likelihoods is not None:
                             waiting.append(Token(token, sampler.likelihoods.popleft(), decoded))
@@ -130,11 +120,16 @@ class Choice:
                     if order.sure or not self.tokens:
                         raise
                     finish = "length"  # the servers have no more room, which nobody promised
+            if not self.tokens:
+                self._saw_prompt(session.stats)
+                for piece in opening:
+                    yield piece
+            if order.continues and sampler.likelihoods:  # the end is a token, too, if one without a text
+                ending = sampler.likelihoods.popleft()
+                waiting.append(Token(ending.token, ending, decoded))
             rest = stops.rest()
             yield Piece(rest, waiting if not stops.found else [], finish, session.recoveries[told:])
         finally:
-            if order.begun is not None:
-                order.begun.set()
             model.metrics.saw_answer(prompt=len(order.prompt), cached=self.cached, tokens=self.tokens)
             for recovery in session.recoveries:
                 model.metrics.saw_recovery(recovery)
@@ -149,13 +144,12 @@ class Choice:
                 recoveries=session.recoveries,
             )
 
-    def _count(self, stats: Sequence[object]) -> None:
-        self.tokens += 1
-        if self.tokens == 1:
-            computed = max((getattr(hop, "computed_tokens", 0) for hop in stats), default=0)
-            self.cached = max(0, len(self._order.prompt) - computed)
-            if self._order.begun is not None:
-                self._order.begun.set()
+    def _saw_prompt(self, stats: Sequence[HopStats]) -> None:
+        """The servers have computed it."""
+        computed = max((hop.computed_tokens for hop in stats), default=0)
+        self.cached = max(0, len(self._order.prompt) - computed)
+        if self._order.begun is not None:
+            self._order.begun.set()
 
 
 def _before(waiting: list[Token], shown: int) -> list[Token]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Collection
+import contextlib
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lilliput.gateway.account import Account
 from lilliput.gateway.delivery import refusal
+from lilliput.gateway.keys import Keys
 from lilliput.gateway.problems import Problem
 
 #: of a request, which has to arrive within so many seconds
@@ -25,46 +26,47 @@ class _HungUp(Exception):
 class Door:
     """Checks the key of requests for the API, and reads bodies, which are neither endless nor endlessly slow.
 
-    :param keys: of which a request must bring one; if there are none, everyone may come in
+    The application finds the `Account` of a request in its `state.account`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Collection[str] = ()) -> None:
-        self._app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        try:
-            if scope["path"].startswith(_PROTECTED):
-                self._check_key(headers.get("authorization", ""))
-            if scope["method"] == "POST":
-                _check_type(headers.get("content-type", ""))
-            body = await _read(headers, receive)
-        except Problem as problem:
-            problem.headers["Connection"] = "close"  # there may be more of the body, which nobody will read
-            await refusal(problem)(scope, receive, send)
-            return
-        except _HungUp:
-            return
-        await self._app(scope, _replaying(body, receive), send)
+        with contextlib.ExitStack() as leaving:
+            try:
+                if scope["path"].startswith(_PROTECTED):
+                    account = self._keys.account(headers.get("authorization", ""))
+                    scope.setdefault("state", {})["account"] = account
+                    if scope["method"] == "POST":  # the others cost nothing
+                        leaving.enter_context(account.request())
+                        send = _telling(account, send)
+                if scope["method"] == "POST":
+                    _check_type(headers.get("content-type", ""))
+                body = await _read(headers, receive)
+            except Problem as problem:
+                problem.headers["Connection"] = "close"  # there may be more of the body, which nobody will read
+                await refusal(problem)(scope, receive, send)
+                return
+            except _HungUp:
+                return
+            await self._app(scope, _replaying(body, receive), send)
 
-    def _check_key(self, authorization: str) -> None:
-        if not self._keys:
-            return
-        scheme, _, given = authorization.partition(" ")
-        key = given.strip().encode(errors="replace")
-        matches = [hmac.compare_digest(key, right) for right in self._keys]  # all: time shall tell nothing
-        if scheme.lower() == "bearer" and any(matches):
-            return
-        raise Problem(
-            "Give an API key that this server knows, as in `Authorization: Bearer KEY`.",
-            status=401,
-            kind="authentication_error",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+
+def _telling(account: Account, send: Send) -> Send:
+    """Say with every answer what the account has left."""
+
+    async def telling(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers.update(account.headers())
+        await send(message)
+
+    return telling
 
 
 def _check_type(content_type: str) -> None:

@@ -3,50 +3,68 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from concurrent.futures import Future
-
-import uvicorn
-from starlette.types import ASGIApp
+from typing import TYPE_CHECKING
 
 from lilliput.errors import BadRequest
 from lilliput.swarm.loop import LoopThread
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
 _BACKLOG = 2048
-_LEAVE_SECONDS = 3
+_STOP_SECONDS = 2
 
 
-class HttpServer:
-    """Serves `app` on `loop`, where the sessions live: no request crosses a thread on its way.
+class Listener:
+    """A port on which connections wait until somebody answers them. It needs none of the libraries that do.
 
     :param port: 0 takes a free one
 
     Raises `BadRequest` if nobody can listen there.
     """
 
-    def __init__(self, app: ASGIApp, loop: LoopThread, *, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+            self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as e:
             raise BadRequest(f"cannot listen on {host}, port {port}: {e.strerror or e}") from e
-        self.port: int = self._socket.getsockname()[1]
+        self.port: int = self.socket.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.port}"
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.socket.close()
+
+
+class HttpServer:
+    """Serves `app` on `loop`, where the sessions live: no request crosses a thread on its way.
+
+    :param patience: at its end, requests that run have so many seconds to come to theirs
+    """
+
+    def __init__(self, app: ASGIApp, loop: LoopThread, listener: Listener, *, patience: int = 3) -> None:
+        import uvicorn
+
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", server_header=False,
-            timeout_graceful_shutdown=_LEAVE_SECONDS,
+            timeout_graceful_shutdown=patience,
         )  # fmt: skip
-        self._server = uvicorn.Server(config)
-        self._serving: Future[None] = loop.submit(self._server.serve(sockets=[self._socket]))
+        self._patience, self._listener, self._server = patience, listener, uvicorn.Server(config)
+        self._serving: Future[None] = loop.submit(self._server.serve(sockets=[listener.socket]))
 
     @property
     def serves(self) -> bool:
         return not self._serving.done()
 
     def close(self) -> None:
-        """Take no more requests, end those that run within seconds."""
+        """Take no more requests, and end those that run."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # that some are cut off now is no error
         self._server.should_exit = True
         with contextlib.suppress(Exception):
-            self._serving.result(_LEAVE_SECONDS + 2)
-        self._socket.close()
+            self._serving.result(self._patience + _STOP_SECONDS)
+        self._listener.close()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lilliput.client.recovery import Recovery
 from lilliput.client.step_trace import StepTrace
+from lilliput.gateway.account import Account
 from lilliput.swarm.held_model import HeldModel
 
 _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -54,6 +58,10 @@ class Metrics:
             metric.labels(self._model)
         return metric
 
+    def watch(self, accounts: Sequence[Account]) -> None:
+        """Count what these keys use."""
+        self._registry.register(_KeysUse(self._model, accounts))
+
     def page(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
@@ -90,6 +98,29 @@ class Metrics:
     def saw_swarm(self, held: HeldModel) -> None:
         self._servers.labels(self._model).set(sum(map(held.serves, held.servers)))
         self._missing.labels(self._model).set(held.coverage().count(0))
+
+
+class _KeysUse(Collector):
+    """What each key has used, by its name."""
+
+    def __init__(self, model: str, accounts: Sequence[Account]) -> None:
+        self._model, self._accounts = model, accounts
+
+    def collect(self) -> Iterator[Metric]:
+        requests, tokens = (
+            CounterMetricFamily(f"lilliput_api_key_{name}", text, labels=("model", "key", kind))
+            for name, text, kind in (
+                ("requests", "Requests with a key; outcome is admitted, or refused for its limits", "outcome"),
+                ("tokens", "Tokens of a key's requests: kind is prompt or answer", "kind"),
+            )
+        )
+        for account in self._accounts:
+            names = self._model, account.name
+            requests.add_metric((*names, "admitted"), account.requests)
+            requests.add_metric((*names, "refused"), account.refused)
+            tokens.add_metric((*names, "prompt"), account.prompt_tokens)
+            tokens.add_metric((*names, "answer"), account.answer_tokens)
+        yield from (requests, tokens)
 
 
 class Counted:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lilliput.client.recovery import Recovery
-from lilliput.gateway.choice import Choice, Piece, Token
+from lilliput.gateway.choice import Choice
+from lilliput.gateway.likelihood import Likelihood
+from lilliput.gateway.piece import Piece, Token
 from lilliput.gateway.tools import Call, CallReader
 from lilliput.gateway.vocabulary import Vocabulary
 
@@ -62,34 +64,29 @@ class Reply(ABC):
 
 @dataclass
 class _Text:
-    text: str
+    text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
 
 
 class TextReply(Reply):
-    """Of `/v1/completions`.
-
-    :param openings: for each answer what stands before it: the prompt, if it is to be echoed
-    """
+    """Of `/v1/completions`."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, model: str, vocabulary: Vocabulary, *, likelihoods: bool, openings: Sequence[str]) -> None:
+    def __init__(self, model: str, vocabulary: Vocabulary, *, likelihoods: bool, answers: int) -> None:
         super().__init__(model, vocabulary, likelihoods=likelihoods)
-        self._answers = [_Text(opening) for opening in openings]
-        self._openings: list[str] = list(openings)
+        self._answers = [_Text() for _ in range(answers)]
 
     def take(self, number: int, piece: Piece) -> list[dict[str, Any]]:
         answer = self._answers[number]
         answer.text += piece.text
         answer.tokens += piece.tokens
         answer.finish = piece.finish
-        text, self._openings[number] = self._openings[number] + piece.text, ""
-        if not text and piece.finish is None:
+        if not (piece.text or piece.tokens or piece.finish):
             return []
-        return [self._choice(number, text, piece.tokens, piece.finish)]
+        return [self._choice(number, piece.text, piece.tokens, piece.finish)]
 
     def choices(self) -> list[dict[str, Any]]:
         return [self._choice(n, answer.text, answer.tokens, answer.finish) for n, answer in enumerate(self._answers)]
@@ -99,13 +96,21 @@ class TextReply(Reply):
         return {"index": number, "text": text, "logprobs": likely, "finish_reason": finish}
 
     def _of(self, tokens: list[Token]) -> dict[str, Any]:
-        text_of = self._vocabulary.text_of
+        likely = [token.likelihood for token in tokens]
         return {
-            "tokens": [text_of(token.id) for token in tokens],
-            "token_logprobs": [_finite(token.likelihood.logprob) for token in tokens],
-            "top_logprobs": [{text_of(id): _finite(value) for id, value in token.likelihood.top} for token in tokens],
+            "tokens": [self._vocabulary.text_of(token.id) for token in tokens],
+            "token_logprobs": [of and _finite(of.logprob) for of in likely],
+            "top_logprobs": [of and self._top(of) for of in likely],
             "text_offset": [token.offset for token in tokens],
         }
+
+    def _top(self, likelihood: Likelihood) -> dict[str, float]:
+        """By text, the likeliest first; and the token's own, also if it is none of these. Of tokens that look the same
+        (parts of characters do) the likeliest counts."""
+        top: dict[str, float] = {}
+        for id, value in (*likelihood.top, (likelihood.token, likelihood.logprob)):
+            top.setdefault(self._vocabulary.text_of(id), _finite(value))
+        return top
 
 
 @dataclass
@@ -188,6 +193,7 @@ class ChatReply(Reply):
                 "top_logprobs": [self._token(id, value) for id, value in token.likelihood.top],
             }
             for token in tokens
+            if token.likelihood is not None
         ]
         return {"content": content, "refusal": None}
 

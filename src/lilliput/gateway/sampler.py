@@ -14,6 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from lilliput.gateway.likelihood import Likelihood
+
 #: how many of the likeliest tokens are looked at first, when a share of the probability is to be found
 _NUCLEUS_SIZES = (64, 1024)
 #: below this temperature every other token's probability rounds to 0
@@ -40,15 +42,6 @@ class Sampling:
         """The likeliest token is taken, by the model itself."""
         adds = self.presence_penalty or self.frequency_penalty or self.logit_bias
         return self.temperature < _COLD and self.repetition_penalty == 1.0 and not adds
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """Of a token that was picked, by the model itself: before penalties, temperature and grammar."""
-
-    logprob: float
-    #: the likeliest tokens with theirs
-    top: list[tuple[int, float]]
 
 
 class Constraint(Protocol):
@@ -102,7 +95,7 @@ class Sampler:
             likeliest = (
                 [] if top is None else list(zip(top.indices.tolist(), (top.values - total).tolist(), strict=True))
             )
-            self.likelihoods.append(Likelihood(float(original[token] - total), likeliest))
+            self.likelihoods.append(Likelihood(token, float(original[token] - total), likeliest))
         return token
 
     def _penalized(self, logits: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,11 @@ class ServedModel:
             ids: list[int] = self.tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What tokens stand for, whatever stands for nothing in a text included."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, limit: int
     ) -> list[int]:

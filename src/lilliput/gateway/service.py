@@ -11,8 +11,11 @@ from typing import Any
 
 from lilliput.client.recovery import Recovery
 from lilliput.gateway import tools as tool_calls
+from lilliput.gateway.account import Account
 from lilliput.gateway.choice import Choice, Order, merged
+from lilliput.gateway.echo import Echo
 from lilliput.gateway.grammar import Grammar, Grammars
+from lilliput.gateway.piece import Piece
 from lilliput.gateway.places import Places
 from lilliput.gateway.problems import Problem
 from lilliput.gateway.replies import ChatReply, Reply, TextReply, told, usage
@@ -35,11 +38,12 @@ class Job:
     prompts: list[list[int]]
     choices: list[Choice]
     places: Places
+    account: Account
     with_usage: bool
 
     async def whole(self) -> dict[str, Any]:
         news: list[Recovery] = []
-        async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+        async with self._pieces() as pieces:
             async for number, piece in pieces:
                 news += piece.recoveries
                 self.reply.take(number, piece)
@@ -48,7 +52,7 @@ class Job:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         more: dict[str, Any] = {"usage": None} if self.with_usage else {}
         news: list[Recovery] = []
-        async with self.places.one(), contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+        async with self._pieces() as pieces:
             async for number, piece in pieces:
                 news += piece.recoveries
                 for choice in self.reply.take(number, piece):
@@ -56,6 +60,13 @@ class Job:
                     news = []
         if self.with_usage:
             yield self.reply.chunk([], usage=self._counts())
+
+    @contextlib.asynccontextmanager
+    async def _pieces(self) -> AsyncIterator[AsyncIterator[tuple[int, Piece]]]:
+        async with self.places.one():
+            self.account.use_prompt(sum(map(len, self.prompts)))
+            async with contextlib.aclosing(merged(self.choices)) as pieces:  # type: ignore[type-var]
+                yield pieces
 
     def _counts(self) -> dict[str, Any]:
         return usage(self.prompts, self.choices)
@@ -69,34 +80,30 @@ class Service:
         self._grammars = Grammars(model)
         self.swarm = SwarmView(model, places)
 
-    async def completion(self, request: CompletionRequest) -> Job:
+    async def completion(self, request: CompletionRequest, account: Account) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
         model = self.called(request.model)
         if request.best_of not in (None, request.n):
             raise Problem("best_of has to equal n: answers are not ranked here.", param="best_of")
-        if request.echo and request.logprobs is not None:
-            raise Problem("echo cannot be had with logprobs: prompts are not scored here.", param="logprobs")
         limit = await model.max_length()
         prompts = [await self._prompt(prompt, limit) for prompt in request.prompts]
         if len(prompts) * request.n > _MOST_ANSWERS:
             raise Problem(f"A request may ask for {_MOST_ANSWERS} answers, all prompts together.", param="n")
         sampling = self._sampling(request)
         orders = []
-        for prompt in prompts:
+        named = request.max_tokens
+        for given, prompt in zip(request.prompts, prompts, strict=True):
             most = self._most_tokens(
-                prompt, request.max_tokens or _COMPLETION_TOKENS, limit, sure=bool(request.max_tokens)
+                prompt, _COMPLETION_TOKENS if named is None else named, limit, sure=named is not None
             )
-            orders.append(Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True))
-        openings = [self._text_of(p) if request.echo else "" for p in request.prompts for _ in range(request.n)]
-        reply = TextReply(
-            model.name,
-            self.model.vocabulary,
-            likelihoods=request.logprobs is not None,
-            openings=openings,
-        )
-        return self._job(request, model, reply, orders, None)
+            echo = Echo(self._text_of(given), prompt, model.vocabulary, top=request.logprobs) if request.echo else None
+            order = Order(prompt, most, True, sampling, request.stops, request.logprobs, continues=True, echo=echo)
+            orders.append(order)
+        answers = len(prompts) * request.n
+        reply = TextReply(model.name, model.vocabulary, likelihoods=request.logprobs is not None, answers=answers)
+        return self._job(request, model, account, reply, orders, None)
 
-    async def chat(self, request: ChatRequest) -> Job:
+    async def chat(self, request: ChatRequest, account: Account) -> Job:
         """Raises `Problem`, or `MissingBlocks`."""
         model = self.called(request.model)
         tools = tool_calls.wanted(request, self.model)
@@ -127,7 +134,7 @@ class Service:
             answers=request.n,
             tools=[tool.function.name for tool in tools],
         )
-        return self._job(request, model, reply, [order], grammar)
+        return self._job(request, model, account, reply, [order], grammar)
 
     async def metrics_page(self) -> bytes:
         """How things are now, in Prometheus' text format."""
@@ -149,7 +156,13 @@ class Service:
         return model
 
     def _job(
-        self, request: Request, model: ServedModel, reply: Reply, orders: Sequence[Order], grammar: Grammar | None
+        self,
+        request: Request,
+        model: ServedModel,
+        account: Account,
+        reply: Reply,
+        orders: Sequence[Order],
+        grammar: Grammar | None,
     ) -> Job:
         choices = []
         for order in orders:
@@ -166,10 +179,11 @@ class Service:
                             begun=begun if number == 0 else None,
                             after=begun if number > 0 else None,
                         ),
+                        account,
                     )
                 )
         with_usage = request.stream_options is not None and request.stream_options.include_usage
-        return Job(reply, [order.prompt for order in orders], choices, self._places, with_usage)
+        return Job(reply, [order.prompt for order in orders], choices, self._places, account, with_usage)
 
     async def _prompt(self, prompt: str | list[int], limit: int) -> list[int]:
         if isinstance(prompt, list):
@@ -183,13 +197,13 @@ class Service:
         return ids or [first]
 
     def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.model.text_of(prompt)
 
     @staticmethod
     def _most_tokens(prompt: Sequence[int], most: int, limit: int, *, sure: bool) -> int:
         """How long the answer may become. What was asked for is never cut, but refused."""
         room = limit - len(prompt)
-        if room < 1 or (sure and most > room):
+        if room < min(most, 1) or (sure and most > room):
             raise too_long(limit, len(prompt), most if sure else None)
         return min(most, room)
 

@@ -81,7 +81,12 @@ def _log(visit: Visit) -> None:
         sum(getattr(answer, name) for answer in visit.answers) for name in ("prompt_tokens", "cached_tokens", "tokens")
     )
     said = f", {prompt} tokens read and {tokens} written" if visit.answers else ""
-    more = {"prompt_tokens": prompt, "cached_tokens": cached, "tokens": tokens} if visit.answers else {}
+    more: dict[str, object] = {}
+    if visit.answers:
+        more = {"prompt_tokens": prompt, "cached_tokens": cached, "tokens": tokens}
+    if name := getattr(visit.state.get("account"), "name", ""):
+        more["key"] = name
+        said += f", with the key {name}"
     logger.log(
         level,
         "%s %s: %d after %.3f s%s",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
+#: texts of so many tokens: an answer may name hundred thousands, of which most are the same
+_REMEMBERED = 1 << 16
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -17,6 +19,8 @@ class Vocabulary:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in str(getattr(backend, "decoder", ""))
         self._special = set(tokenizer.all_special_ids)
+        #: the text of a token, by its id
+        self.text_of = lru_cache(_REMEMBERED)(lambda token: self.bytes_of(token).decode(errors="replace"))
 
     def bytes_of(self, token: int) -> bytes:
         written = self._tokenizer.convert_ids_to_tokens(token)
@@ -31,9 +35,6 @@ class Vocabulary:
                 return written.replace("\u2581", " ").encode()
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text.encode(errors="replace")
-
-    def text_of(self, token: int) -> str:
-        return self.bytes_of(token).decode(errors="replace")
 
 
 @cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from lilliput.models.batch import Chunk, DecodeGroup, PackedBatch
+from lilliput.models.batch import Chunk, DecodeGroup, Places
 
 #: from a number of keys to float32 biases `[heads, keys]` by a key's place, added to its scaled scores
 KeyBias = Callable[[int], torch.Tensor]
@@ -51,34 +51,30 @@ _TILE = 64
 _SCALE_BYTES = 4
 
 
-def slot_bytes(shape: AttentionShape, dtype: torch.dtype) -> int:
-    """Bytes of one token's keys, or values, of one head in the cache."""
-    return shape.cache_dim * dtype.itemsize + (_SCALE_BYTES if dtype == torch.int8 else 0)
+def slot_width(shape: AttentionShape, dtype: torch.dtype) -> int:
+    """Numbers of a cache's dtype that one token's keys, or values, of one head take. Zeros are zeros in every dtype."""
+    return shape.cache_dim + (_SCALE_BYTES if dtype == torch.int8 else 0)
 
 
-def new_pool(shape: AttentionShape, pages: int, page_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """A block's cache: [pages, 2 * kv_heads, page_size, cache_dim]. The system gives it memory as pages are touched.
+def write(pool: torch.Tensor, places: Places, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Put new keys `[tokens, kv_heads, key_dim]` and values into their slots.
 
-    For int8, slots are `_SCALE_BYTES` wider. A slot of zeros is zeros in every dtype.
+    :param pool: a block's cache, as in `PagedCache.blocks`
     """
-    width = slot_bytes(shape, dtype) // dtype.itemsize
-    return torch.empty(pages, 2 * shape.kv_heads, page_size, width, dtype=dtype)
-
-
-def write(pool: torch.Tensor, batch: PackedBatch, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Put new keys `[tokens, kv_heads, key_dim]` and values into their slots."""
     if key.shape[-1] != value.shape[-1]:
         width = max(key.shape[-1], value.shape[-1])
         key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (key, value))
-    write_joined(pool, batch, torch.cat([key, value], dim=1))
+    write_joined(pool, places, torch.cat([key, value], dim=1))
 
 
-def write_joined(pool: torch.Tensor, batch: PackedBatch, both: torch.Tensor) -> None:
+def write_joined(pool: torch.Tensor, places: Places, both: torch.Tensor) -> None:
     """Put keys and values, `[tokens, 2 * kv_heads, cache_dim]` with keys' heads first, into their slots."""
-    heads = pool.shape[1]
     if pool.dtype == torch.int8:
         both = _to_int8(both)
-    pool.view(-1, pool.shape[-1])[batch.write_index(heads)] = both
+    pages, heads, page_size, width = pool.shape
+    apart = pool.stride(0) // pool.stride(1)
+    slots = pool.as_strided((((pages - 1) * apart + heads) * page_size, width), (width, 1))
+    slots[places.write_index(heads, apart)] = both
 
 
 def _to_int8(values: torch.Tensor) -> torch.Tensor:
@@ -94,7 +90,7 @@ def _from_int8(slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return slots[..., :-_SCALE_BYTES].to(dtype).mul_(scales.to(dtype))
 
 
-def paged(query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, shape: AttentionShape) -> torch.Tensor:
+def paged(query: torch.Tensor, pool: torch.Tensor, places: Places, shape: AttentionShape) -> torch.Tensor:
     """Attend to the cache. The batch's own keys and values must have been written.
 
     :param query: [tokens, heads, key_dim]
@@ -102,13 +98,13 @@ def paged(query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, shape: At
     """
     parts: list[torch.Tensor] = []
     offset = 0
-    for group in batch.decode:
-        rows = group.pages.shape[0]
-        parts.append(_decode(query[offset : offset + rows], pool, batch, group, shape))
+    for group in places.decode:
+        rows = len(group.lengths)
+        parts.append(_decode(query[offset : offset + rows], pool, places, group, shape))
         offset += rows
-    for chunk in batch.chunks:
+    for chunk in places.chunks:
         count = chunk.rows * chunk.tokens
-        parts.append(_chunk(query[offset : offset + count], pool, batch, chunk, shape))
+        parts.append(_chunk(query[offset : offset + count], pool, places, chunk, shape))
         offset += count
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -136,12 +132,14 @@ def dense(
 
 
 def _gather(
-    pool: torch.Tensor, batch: PackedBatch, pages: torch.Tensor, shape: AttentionShape, dtype: torch.dtype
+    pool: torch.Tensor, places: Places, pages: torch.Tensor, shape: AttentionShape, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of some rows, in `dtype`: two of [rows * kv_heads, pages * page_size, dim]."""
-    size = pool.shape[2] * pool.shape[3]
-    index = batch.gather_index(pages, shape.kv_heads)
-    both = pool.view(-1, size).index_select(0, index).view(2, pages.shape[0] * shape.kv_heads, -1, pool.shape[3])
+    count, heads, page_size, width = pool.shape
+    size, apart = page_size * width, pool.stride(0) // pool.stride(1)
+    all_heads = pool.as_strided(((count - 1) * apart + heads, size), (size, 1))
+    index = places.gather_index(pages, shape.kv_heads, apart)
+    both = all_heads.index_select(0, index).view(2, pages.shape[1] * shape.kv_heads, -1, width)
     if pool.dtype == torch.int8:
         both = _from_int8(both, dtype)
     key, value = both[0], both[1]
@@ -151,12 +149,12 @@ def _gather(
 
 
 def _decode(
-    query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, group: DecodeGroup, shape: AttentionShape
+    query: torch.Tensor, pool: torch.Tensor, places: Places, group: DecodeGroup, shape: AttentionShape
 ) -> torch.Tensor:
     # Grouped queries are folded into the batch: two batched products per block, whatever the number of rows.
     rows = query.shape[0]
-    key, value = _gather(pool, batch, group.pages, shape, query.dtype)
-    bias = batch.decode_bias(group, shape.kv_heads, shape.window, query.dtype)
+    key, value = _gather(pool, places, group.pages, shape, query.dtype)
+    bias = places.decode_bias(group, shape.kv_heads, shape.window, query.dtype)
     folded = query.reshape(rows * shape.kv_heads, -1, shape.key_dim)
     if shape.plain:
         scores = torch.baddbmm(bias, folded, key.transpose(1, 2), alpha=shape.scaling)
@@ -168,14 +166,14 @@ def _decode(
 
 
 def _chunk(
-    query: torch.Tensor, pool: torch.Tensor, batch: PackedBatch, chunk: Chunk, shape: AttentionShape
+    query: torch.Tensor, pool: torch.Tensor, places: Places, chunk: Chunk, shape: AttentionShape
 ) -> torch.Tensor:
     length = chunk.start + chunk.tokens
-    key, value = _gather(pool, batch, chunk.pages, shape, query.dtype)
+    key, value = _gather(pool, places, chunk.pages, shape, query.dtype)
     key, value = (x[:, :length].view(chunk.rows, shape.kv_heads, 1, length, -1) for x in (key, value))
     grouped = query.view(chunk.rows, chunk.tokens, shape.kv_heads, -1, shape.key_dim).permute(0, 2, 3, 1, 4)
     windowed = shape.window is not None and shape.window < length
-    mask = batch.chunk_mask(chunk, shape.window) if chunk.mask is not None or windowed else None
+    mask = places.chunk_mask(chunk, shape.window) if chunk.mask is not None or windowed else None
     out = _attend(grouped, key, value, mask, shape, causal=chunk.mask is None)
     return out.permute(0, 3, 1, 2, 4).reshape(chunk.rows * chunk.tokens, shape.heads, shape.value_dim)
 

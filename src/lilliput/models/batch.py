@@ -6,12 +6,15 @@ follow as chunks.
 
 A block's cache is one tensor `[pages, 2 * kv_heads, page_size, head_dim]`, keys' heads before values'. With a head's
 tokens next to each other inside a page, the keys and values of many rows are gathered by one `index_select` into the
-layout that batched products want.
+layout that batched products want. Between two pages of a block lie those of the other blocks that share its page table.
+
+Blocks with a window are told of the pages only that they look at: lengths and masks count from the first of these.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,9 +23,9 @@ import torch
 class DecodeGroup:
     """Rows with one new token each, padded to the same number of pages."""
 
-    #: [rows, pages] page ids; what lies beyond a row's length is any page of the pool
+    #: [tables, rows, pages] page ids; what lies beyond a row's length is any page of the pool
     pages: torch.Tensor
-    #: [rows] tokens per row after this step
+    #: [rows] tokens per row in these pages, after this step
     lengths: torch.Tensor
     #: bool [rows, pages * page_size], True = attend; None = all up to the length
     mask: torch.Tensor | None = None
@@ -34,9 +37,9 @@ class Chunk:
 
     rows: int
     tokens: int
-    #: tokens per row in the cache before this step
+    #: tokens per row in these pages before this step
     start: int
-    #: [rows, pages] page ids, enough for start + tokens
+    #: [tables, rows, pages] page ids, enough for start + tokens
     pages: torch.Tensor
     #: bool [rows or 1, tokens, start + tokens], True = attend; None = causal
     mask: torch.Tensor | None = None
@@ -52,47 +55,57 @@ class Prompts:
 
 
 @dataclass
-class PackedBatch:
-    """Everything a block must know about the tokens it gets. Order: decode groups, then chunks."""
+class Places:
+    """Where the tokens of a batch are in the pages of one group of blocks. Order: decode groups, then chunks.
+
+    Groups that look equally far back differ in page ids only. So what is computed from these is computed for all of
+    them at once, and each has its `table` of it.
+    """
 
     page_size: int
-    #: int64 [tokens]
-    position_ids: torch.Tensor
-    #: int64 [tokens]: page * page_size + offset, where each token's keys and values go
+    #: int64 [tables, tokens]: page * page_size + offset, where each token's keys and values go
     slots: torch.Tensor
     decode: list[DecodeGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    prompts: list[Prompts] = field(default_factory=list)
-    #: names of adapters, each with the places of its tokens, int64; None: all of them use it
-    adapters: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)
+    table: int = 0
     _memo: dict[object, torch.Tensor] = field(default_factory=dict, repr=False)
+    _of_tables: dict[object, tuple[torch.Tensor, ...]] = field(default_factory=dict, repr=False)
 
-    def write_index(self, heads: int) -> torch.Tensor:
-        """int64 [tokens, heads]: rows of a pool seen as `[pages * heads * page_size, head_dim]`."""
-        key = ("write", heads)
-        if key not in self._memo:
+    def of_each_table(self) -> list[Places]:
+        """These, as each of the tables has them."""
+        return [replace(self, table=table) for table in range(len(self.slots))]
+
+    def write_index(self, heads: int, apart: int) -> torch.Tensor:
+        """int64 [tokens, heads]: slots of a pool seen as `[slots, head_dim]`.
+
+        :param apart: heads from a page's first one to the next page's
+        """
+        key = ("write", heads, apart)
+        if key not in self._of_tables:
             page, offset = self.slots // self.page_size, self.slots % self.page_size
             head = torch.arange(heads)
-            self._memo[key] = (page[:, None] * heads + head) * self.page_size + offset[:, None]
-        return self._memo[key]
+            index = (page[..., None] * apart + head) * self.page_size + offset[..., None]
+            self._of_tables[key] = index.unbind()
+        return self._of_tables[key][self.table]
 
-    def gather_index(self, pages: torch.Tensor, heads: int) -> torch.Tensor:
-        """int64 [2 * rows * heads * pages]: rows of a pool seen as `[pages * 2 * heads, page_size * head_dim]`.
+    def gather_index(self, pages: torch.Tensor, heads: int, apart: int) -> torch.Tensor:
+        """int64 [2 * rows * heads * pages]: heads of a pool seen as `[heads, page_size * head_dim]`.
 
-        The order is keys then values, then row, head, page.
+        The order is keys then values, then row, head, page. `apart` as in `write_index`.
         """
-        key = ("gather", id(pages), heads)
-        if key not in self._memo:
+        key = ("gather", id(pages), heads, apart)
+        if key not in self._of_tables:
             side = torch.arange(2).view(2, 1, 1, 1) * heads
             head = torch.arange(heads).view(1, 1, heads, 1)
-            self._memo[key] = (pages[None, :, None, :] * (2 * heads) + side + head).reshape(-1)
-        return self._memo[key]
+            index = pages[:, None, :, None, :] * apart + side + head
+            self._of_tables[key] = index.reshape(len(pages), -1).unbind()
+        return self._of_tables[key][self.table]
 
     def decode_bias(self, group: DecodeGroup, heads: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """[rows * heads, 1, pages * page_size]: 0 where a row attends, the dtype's lowest elsewhere."""
         key = ("bias", id(group), heads, window, dtype)
         if key not in self._memo:
-            slot = torch.arange(group.pages.shape[1] * self.page_size)
+            slot = torch.arange(group.pages.shape[2] * self.page_size)
             last = group.lengths[:, None] - 1
             allowed = slot <= last
             if group.mask is not None:
@@ -114,3 +127,16 @@ class PackedBatch:
                 allowed = allowed & (slot > query - window)
             self._memo[key] = allowed
         return self._memo[key]
+
+
+@dataclass
+class PackedBatch:
+    """Everything the blocks must know about the tokens they get."""
+
+    #: int64 [tokens]
+    position_ids: torch.Tensor
+    #: by the block's number; blocks that share pages share them
+    places: Mapping[int, Places]
+    prompts: list[Prompts] = field(default_factory=list)
+    #: names of adapters, each with the places of its tokens, int64; None: all of them use it
+    adapters: list[tuple[str, torch.Tensor | None]] = field(default_factory=list)

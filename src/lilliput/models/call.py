@@ -22,11 +22,10 @@ from lilliput.models.attention import AttentionShape, KeyBias
 from lilliput.models.batch import PackedBatch
 from lilliput.models.lora import Deltas
 from lilliput.models.masks import MaskFunction
+from lilliput.models.paged_cache import Pools
 
 #: the name under which transformers finds `attend`
 ATTENTION = "lilliput_span"
-
-Pools = dict[int, torch.Tensor]
 
 
 @dataclass
@@ -111,9 +110,9 @@ def attend(
         out = attention.dense(query, key, value, call.mask, shape)
         call.attended = out
         return out, None
-    pool = call.pools[index]
-    attention.write(pool, call.batch, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    return attention.paged(query[0].transpose(0, 1), pool, call.batch, shape)[None], None
+    pool, places = call.pools[index], call.batch.places[index]
+    attention.write(pool, places, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    return attention.paged(query[0].transpose(0, 1), pool, places, shape)[None], None
 
 
 def _mask(*args: Any, mask_function: MaskFunction | None = None, **kwargs: Any) -> torch.Tensor:

@@ -47,6 +47,7 @@ class BlockFacts:
     :ivar read: numbers of its matrices that one token needs; fewer than `matrices` where it has experts
     :ivar largest: numbers in its largest tensor; all experts count as one, which most releases make of them on reading
     :ivar cache: numbers that one token of one row leaves in the attention cache
+    :ivar window: how many tokens it looks back, the token itself among them; None: all
     """
 
     matrices: int
@@ -55,6 +56,7 @@ class BlockFacts:
     read: int
     largest: int
     cache: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -124,13 +126,21 @@ def describe(name: str, config: Mapping[str, Any], shapes: Mapping[str, Sequence
     share = min(1.0, used / experts) if experts and used else 1.0
     cache = _cache_numbers(c)
     transposed = c.get("model_type") in _TRANSPOSED
-    blocks = tuple(_block(of_blocks[block], share, cache, hidden, transposed) for block in range(count))
+    blocks = tuple(
+        _block(of_blocks[block], share, cache, window, hidden, transposed)
+        for block, window in enumerate(_windows(c, count))
+    )
     inner = first(c, "intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     return ModelFacts(name, hidden, blocks, ends, max(int(inner), hidden))
 
 
 def _block(
-    tensors: list[tuple[str, Sequence[int]]], expert_share: float, cache: int, hidden: int, transposed: bool
+    tensors: list[tuple[str, Sequence[int]]],
+    expert_share: float,
+    cache: int,
+    window: int | None,
+    hidden: int,
+    transposed: bool,
 ) -> BlockFacts:
     matrices = rows = others = largest = experts = 0
     read = 0.0
@@ -147,7 +157,7 @@ def _block(
         matrices += numbers
         rows += numbers // inputs
         read += numbers * (expert_share if _EXPERT.search(name) else 1.0)
-    return BlockFacts(matrices, rows, others, round(read), largest, cache)
+    return BlockFacts(matrices, rows, others, round(read), largest, cache, window)
 
 
 def _sides(name: str, shape: Sequence[int], hidden: int, transposed: bool) -> tuple[int, int]:
@@ -175,3 +185,19 @@ def _cache_numbers(c: Mapping[str, Any]) -> int:
         head = max(c.get("qk_nope_head_dim", 0) + c.get("qk_rope_head_dim", 0), c.get("v_head_dim", 0))
         kv_heads = heads
     return 2 * int(kv_heads) * int(head)
+
+
+def _windows(c: Mapping[str, Any], count: int) -> list[int | None]:
+    """Each block's window. Some configurations say it for each, some how often there is none, some for all."""
+    window = c.get("sliding_window")
+    if not isinstance(window, int) or not c.get("use_sliding_window", True):
+        return [None] * count
+    pattern = c.get("sliding_window_pattern") or (2 if c.get("model_type") == "gemma2" else 0)
+    if kinds := c.get("layer_types"):
+        slides = [kind == "sliding_attention" for kind in kinds]
+    elif pattern:
+        slides = [(block + 1) % pattern != 0 for block in range(count)]
+    else:
+        first_sliding = c.get("max_window_layers", 0) if "use_sliding_window" in c else 0
+        slides = [block >= first_sliding for block in range(count)]
+    return [window if slides[block] else None for block in range(count)]

@@ -20,7 +20,7 @@ from torch import nn
 
 from lilliput.models import attention, quantization
 from lilliput.models.attention import AttentionShape
-from lilliput.models.batch import PackedBatch
+from lilliput.models.batch import Places
 from lilliput.models.linear import FrozenLinear, PackedLinear
 from lilliput.models.lora import Deltas
 from lilliput.models.memory import forget
@@ -106,7 +106,7 @@ class FusedBlock:
         hidden: torch.Tensor,
         tables: Rotary,
         pool: torch.Tensor,
-        batch: PackedBatch,
+        places: Places,
         prompt: torch.Tensor | None,
         deltas: Deltas | None = None,
     ) -> torch.Tensor:
@@ -122,8 +122,8 @@ class FusedBlock:
             torch.addcmul(turning * cos, rolled, sin, out=turning)  # in place: keys stay beside values
         else:
             turning.copy_(rotate(self._norm_heads(turning), tables))
-        attention.write_joined(pool, batch, heads[:, shape.heads :])
-        attended = attention.paged(heads[:, : shape.heads], pool, batch, shape)
+        attention.write_joined(pool, places, heads[:, shape.heads :])
+        attended = attention.paged(heads[:, : shape.heads], pool, places, shape)
         return self._after(attended.reshape(tokens, -1), hidden, deltas)
 
     def dense(

@@ -4,7 +4,8 @@ oneDNN multiplies integers of 8 bits faster than anything wider, but both sides 
 written as integers of 16 bits, with a scale for each token, and these as two of 8: `step * (256 * high + low)`. That
 loses less than bfloat16 itself does. Both halves go through one product, so the weights are read once.
 
-Where a processor has no such products, torch's own kernel takes a few tokens, and for many the weights are made wide.
+For small layers the operations around the product cost more than it saves. There, and where a processor has no such
+products, torch's own kernel takes a few tokens, and for many the weights are made wide.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from lilliput.models.linear import joined_bias
 from lilliput.models.quantized_linear import QuantizedLinear, slices
 
+#: numbers in a weight that make it large
+_LARGE = 1 << 22
 #: numbers of 8 bits without a sign stand for themselves less this
 _ZERO = 128
 #: so that a token of zeros has a scale
@@ -42,7 +45,8 @@ class Int8Linear(QuantizedLinear):
         self.out_features, self.in_features = codes.shape
         self.bias, self.dtype = bias, dtype
         self._scales = scales
-        self._packed = torch.ops.onednn.qlinear_prepack(codes, None) if _has_products() else None
+        large = codes.numel() >= _LARGE and _has_products()
+        self._packed = torch.ops.onednn.qlinear_prepack(codes, None) if large else None
         self._plain = codes if self._packed is None else None
 
     @classmethod

@@ -15,6 +15,8 @@ _QUANTIZED = {"int8": (1.0, 0, 4), "int4": (0.5, 32, 4), "nf4": (0.5, 64, 4)}
 PROCESS_BYTES = 900 << 20
 #: tokens that a server takes in one pass (the default of `serve`'s max_step_tokens)
 _PASS_TOKENS = 4096
+#: tokens that a block with a window keeps beside it: a step, and some that may be rolled back (engine, server)
+_BESIDE_WINDOW = 1024 + 64
 
 
 def block_bytes(block: BlockFacts, dtype: str, quantize: str | None = None) -> int:
@@ -34,6 +36,18 @@ def cache_bytes(block: BlockFacts, dtype: str) -> int:
     return block.cache * _bytes_of(dtype)
 
 
+def kept_share(block: BlockFacts, context: int | None) -> float:
+    """Of a row of `context` tokens, how much a block keeps in its cache: 1, unless it has a window. None: of no row."""
+    if block.window is None or context is None:
+        return 1.0
+    return min(1.0, (block.window + _BESIDE_WINDOW) / context)
+
+
+def cache_share(facts: ModelFacts, context: int) -> float:
+    """`kept_share` of all blocks together."""
+    return sum(b.cache * kept_share(b, context) for b in facts.blocks) / sum(b.cache for b in facts.blocks)
+
+
 def working_bytes(facts: ModelFacts, dtype: str) -> int:
     """What a server needs besides blocks and cache once it runs: the process, and the activations of its largest pass.
 
@@ -44,18 +58,30 @@ def working_bytes(facts: ModelFacts, dtype: str) -> int:
     return PROCESS_BYTES + max(activations, max(block.largest for block in facts.blocks) * full)
 
 
-def blocks_that_fit(facts: ModelFacts, dtype: str, quantize: str | None, memory_bytes: int, cache_tokens: int) -> int:
+def blocks_that_fit(
+    facts: ModelFacts,
+    dtype: str,
+    quantize: str | None,
+    memory_bytes: int,
+    cache_tokens: int,
+    context: int | None = None,
+) -> int:
     """How many blocks of a model, whichever, a server with so much memory can hold: 0 to all of them.
 
     :param dtype: of the activations, the cache, and the weights unless they are quantized
     :param quantize: None, int8, int4 or nf4
     :param memory_bytes: for the whole server process and its daemon
     :param cache_tokens: of attention cache, over all rows of all sessions
+    :param context: tokens of each of these rows, of which blocks with windows need not keep all; None: keep them
     """
     room = memory_bytes - working_bytes(facts, dtype)
     # blocks may differ (dense layers among experts): the largest must fit, since it is not known which they will be
     sizes = sorted(
-        (block_bytes(b, dtype, quantize) + cache_tokens * cache_bytes(b, dtype) for b in facts.blocks), reverse=True
+        (
+            block_bytes(b, dtype, quantize) + cache_tokens * cache_bytes(b, dtype) * kept_share(b, context)
+            for b in facts.blocks
+        ),
+        reverse=True,
     )
     return sum(total <= room for total in accumulate(sizes))
 
@@ -100,6 +126,7 @@ class Estimate:
     """What comes of a precision.
 
     :ivar block_bytes: weights of the largest block
+    :ivar cache_bytes_per_token: on average over a row of so many tokens as were asked for
     :ivar blocks_fit: on one machine, cache included
     :ivar machines: that hold the whole model; None if not one block fits
     :ivar spread: over how many machines the rest is computed
@@ -131,6 +158,7 @@ def estimate(
     cache_tokens: int,
     round_trip_ms: float,
     machines: int | None = None,
+    context: int | None = None,
 ) -> Estimate:
     """How many such machines hold the model, and what a step costs over so many (or over `machines`).
 
@@ -138,7 +166,7 @@ def estimate(
     that its token needs, once; other work is left out, so its real share is larger and the network's smaller.
     """
     dtype, quantize = precision.dtype, precision.quantize
-    fit = blocks_that_fit(facts, dtype, quantize, machine.memory_bytes, cache_tokens)
+    fit = blocks_that_fit(facts, dtype, quantize, machine.memory_bytes, cache_tokens, context)
     needed = -(-len(facts.blocks) // fit) if fit else None
     spread = None if needed is None else max(needed, machines or 0)
     read = sum(block_bytes(replace(b, matrices=b.read), dtype, quantize) for b in facts.blocks)
@@ -146,7 +174,7 @@ def estimate(
         precision=precision.name,
         block_bytes=max(block_bytes(b, dtype, quantize) for b in facts.blocks),
         model_bytes=sum(block_bytes(b, dtype, quantize) for b in facts.blocks),
-        cache_bytes_per_token=sum(cache_bytes(b, dtype) for b in facts.blocks),
+        cache_bytes_per_token=round(sum(cache_bytes(b, dtype) * kept_share(b, context) for b in facts.blocks)),
         blocks_fit=fit,
         machines=needed,
         spread=spread,

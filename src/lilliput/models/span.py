@@ -20,13 +20,14 @@ from lilliput.errors import MissingAdapter, ModelError, UnsupportedModel
 from lilliput.models import attention, quantization
 from lilliput.models.adapters import read_adapter
 from lilliput.models.attention import AttentionShape
-from lilliput.models.batch import Chunk, PackedBatch
-from lilliput.models.call import ATTENTION, Call, Pools, SpanBlock, Trial, calling, listen, packed_prompt
+from lilliput.models.batch import Chunk, PackedBatch, Places
+from lilliput.models.call import ATTENTION, Call, SpanBlock, Trial, calling, listen, packed_prompt
 from lilliput.models.families import adapt
 from lilliput.models.fused import FusedBlock, rotary_tables, try_fuse
 from lilliput.models.holes import base_of, blocks_of, keep_span, load_with_holes
 from lilliput.models.lora import Adapter, Deltas, deltas_of
 from lilliput.models.memory import giving_back
+from lilliput.models.paged_cache import Group, PagedCache, Pools, divide
 from lilliput.models.sources import ModelFiles
 
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
@@ -44,6 +45,7 @@ class Span:
     """Blocks `[start, end)` of a model.
 
     :ivar shapes: what each block asks of its attention, by block number
+    :ivar groups: blocks that share a page table of the cache
     :ivar fused: whether the blocks run as `FusedBlock`s or as the family's own modules
     :ivar adapters: those that were added, by name
     """
@@ -74,6 +76,7 @@ class Span:
         self._fused: dict[int, FusedBlock] | None = None
         self.shapes: dict[int, AttentionShape] = {}
         self._try_out(blocks, fuse)
+        self.groups = divide({i: (shape.window, self._cache_numbers(shape)) for i, shape in self.shapes.items()})
 
     @classmethod
     def load(
@@ -128,19 +131,26 @@ class Span:
     def _deltas(self, batch: PackedBatch) -> Deltas | None:
         return deltas_of((self.adapters[name], places) for name, places in batch.adapters)
 
-    def window(self, start: int, end: int) -> int | None:
-        """How many tokens blocks `[start, end)` look back at most, the token itself among them; None: at all."""
-        windows = [self.shapes[index].window for index in range(start, end)]
-        return None if None in windows else max(window for window in windows if window is not None)
+    def groups_of(self, start: int, end: int) -> list[Group]:
+        """What of `groups` is in blocks `[start, end)`."""
+        parts = [Group(tuple(i for i in group.blocks if start <= i < end), group.window) for group in self.groups]
+        return [part for part in parts if part.blocks]
 
     @property
     def cache_bytes_per_token(self) -> int:
         """Bytes of attention cache for one token of one row through the whole span."""
-        return sum(2 * s.kv_heads * attention.slot_bytes(s, self.cache_dtype) for s in self.shapes.values())
+        return sum(map(self._cache_numbers, self.shapes.values())) * self.cache_dtype.itemsize
 
-    def new_pools(self, pages: int, page_size: int) -> Pools:
-        """The caches of all blocks. Memory is taken by the system as pages are first used."""
-        return {i: attention.new_pool(shape, pages, page_size, self.cache_dtype) for i, shape in self.shapes.items()}
+    def _cache_numbers(self, shape: AttentionShape) -> int:
+        return 2 * shape.kv_heads * attention.slot_width(shape, self.cache_dtype)
+
+    def new_cache(self, pages: int, page_size: int, *, divided: bool = True) -> PagedCache:
+        """An attention cache.
+
+        :param divided: a page holds tokens for one of `groups`; else for all blocks
+        """
+        groups = self.groups if divided else [Group(tuple(self.shapes))]
+        return PagedCache(self.shapes, groups, pages=pages, page_size=page_size, dtype=self.cache_dtype)
 
     @torch.inference_mode()
     def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
@@ -152,7 +162,7 @@ class Span:
         tables = self._tables(hidden[None], batch.position_ids[None], packed=True)
         for index in range(start, end):
             prompt = packed_prompt(batch, index - start, hidden) if batch.prompts else None
-            hidden = self._fused[index].paged(hidden, tables, pools[index], batch, prompt, deltas)
+            hidden = self._fused[index].paged(hidden, tables, pools[index], batch.places[index], prompt, deltas)
         return hidden
 
     def dense(
@@ -229,14 +239,11 @@ class Span:
     def _check_packing(self, hidden: torch.Tensor, positions: torch.Tensor, expected: torch.Tensor) -> None:
         """Rows packed into one sequence must come out as side by side: only attention may know of neighbours."""
         rows, tokens, _ = hidden.shape
-        pages = torch.arange(rows)[:, None]
-        batch = PackedBatch(
-            page_size=tokens,
-            position_ids=positions.reshape(-1),
-            slots=torch.arange(rows * tokens),
-            chunks=[Chunk(rows, tokens, 0, pages)],
-        )
-        got = self.paged(hidden.flatten(0, 1), batch, self.new_pools(rows, tokens), self.start, self.end)
+        pages = torch.arange(rows)[None, :, None]
+        places = Places(tokens, torch.arange(rows * tokens)[None], chunks=[Chunk(rows, tokens, 0, pages)])
+        batch = PackedBatch(positions.reshape(-1), dict.fromkeys(self.shapes, places))
+        pools = self.new_cache(rows, tokens, divided=False).blocks
+        got = self.paged(hidden.flatten(0, 1), batch, pools, self.start, self.end)
         error, size = (
             (got.view_as(hidden) - expected).abs().float().median(),
             (expected - hidden).abs().float().median(),

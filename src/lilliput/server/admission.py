@@ -15,10 +15,25 @@ from __future__ import annotations
 
 import itertools
 import time
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from lilliput.errors import Busy, CacheFull, TooLong
+
+
+def pages_of_row(length: int, kept: Sequence[int | None], page_size: int) -> int:
+    """Pages that a row of so many tokens may hold. `kept` as in `Admission.pages_for`."""
+    whole = -(-length // page_size)
+    # what is kept may begin and end inside a page
+    return sum(whole if most is None else min(whole, -(-most // page_size) + 1) for most in kept)
+
+
+def longest_row(pages: int, kept: Sequence[int | None], page_size: int) -> int | None:
+    """Tokens of the longest row for which so many pages are enough; None: there is no limit."""
+    counts = range(pages + 2)
+    fitting = bisect_right(counts, pages, key=lambda count: pages_of_row(count * page_size, kept, page_size)) - 1
+    return None if fitting > pages else fitting * page_size
 
 
 class Ticket:
@@ -51,6 +66,7 @@ class Ticket:
 class Admission:
     """Promises of a pool of `pages` pages.
 
+    :param groups: of blocks, each of which needs pages of its own for a token
     :param max_length: tokens per row that a session may ask for
     :param max_queue: sessions that may wait
     :param max_sessions_per_peer: running and waiting sessions that one peer may have
@@ -64,13 +80,14 @@ class Admission:
         pages: int,
         page_size: int,
         max_length: int,
+        groups: int = 1,
         max_queue: int = 256,
         max_sessions_per_peer: int = 256,
         peer_share: float = 1.0,
         fair_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.pages, self.page_size, self.max_length = pages, page_size, max_length
+        self.pages, self.page_size, self.max_length, self.groups = pages, page_size, max_length, groups
         self.max_queue, self.max_sessions_per_peer = max_queue, max_sessions_per_peer
         self.most_pages = max(1, int(pages * peer_share))
         self.fair_seconds, self.clock = fair_seconds, clock
@@ -84,8 +101,17 @@ class Admission:
         return sum(ticket.pages for ticket in self._running)
 
     @property
+    def tokens(self) -> int:
+        """Room for so many tokens in all blocks, over all rows of all sessions."""
+        return self._tokens(self.pages)
+
+    @property
     def free_tokens(self) -> int:
-        return (self.pages - self.promised) * self.page_size
+        """Of those, so many are not promised."""
+        return self._tokens(self.pages - self.promised)
+
+    def _tokens(self, pages: int) -> int:
+        return pages // self.groups * self.page_size
 
     @property
     def running(self) -> int:
@@ -95,20 +121,19 @@ class Admission:
     def waiting(self) -> int:
         return len(self._queue)
 
-    def pages_for(self, rows: int, max_length: int, kept: int | None = None) -> int:
+    def pages_for(self, rows: int, max_length: int, kept: Sequence[int | None] = (None,)) -> int:
         """Pages that a session may come to hold. Raises `TooLong` or `CacheFull` if it can never be served here.
 
-        :param kept: tokens per row that it holds at most, however long it becomes: where all blocks have windows
+        :param kept: for each group of its blocks, tokens per row that it holds at most, however long it becomes: where
+            they have windows; None: all
         """
         if max_length > self.max_length:
             raise TooLong(f"max_length {max_length} is past this server's limit of {self.max_length} tokens per row")
-        pages = rows * -(-max_length // self.page_size)
-        if kept is not None:  # which may begin and end inside a page
-            pages = min(pages, rows * (-(-kept // self.page_size) + 1))
+        pages = rows * pages_of_row(max_length, kept, self.page_size)
         if pages > self.most_pages:
             raise CacheFull(
-                f"{rows} rows of {max_length} tokens need {pages * self.page_size} tokens of cache; "
-                f"this server has {self.most_pages * self.page_size} for one peer"
+                f"{rows} rows of {max_length} tokens need {self._tokens(pages)} tokens of cache; "
+                f"this server has {self._tokens(self.most_pages)} for one peer"
             )
         return pages
 
@@ -131,7 +156,7 @@ class Admission:
         if len(mine) >= self.max_sessions_per_peer:
             raise Busy(f"you have {len(mine)} sessions here already, which is the limit for one peer", queue_length=1)
         if sum(ticket.pages for ticket in mine) + pages > self.most_pages and self.most_pages < self.pages:
-            most = self.most_pages * self.page_size
+            most = self._tokens(self.most_pages)
             raise Busy(f"your sessions would come to more than {most} tokens, the limit for one peer", queue_length=1)
         ticket = Ticket(next(self._numbers), pages, bid, peer, changed, evict)
         order = self._in_order([*self._queue, ticket])

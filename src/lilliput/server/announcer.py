@@ -108,7 +108,7 @@ class Announcer:
             state="draining" if service.draining else "serving",
             dtype=self.dtype,
             max_length=admission.max_length,
-            cache_tokens=admission.pages * admission.page_size,
+            cache_tokens=admission.tokens,
             cache_tokens_free=admission.free_tokens,
             sessions=admission.running,
             queue_length=admission.waiting,

@@ -8,18 +8,19 @@ import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from lilliput.engine.engine import Engine
 from lilliput.engine.probe import measure
+from lilliput.engine.table import kept_tokens
 from lilliput.errors import ModelError
 from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
 from lilliput.models.sources import ModelFiles, resolve
 from lilliput.models.span import Span
-from lilliput.server.admission import Admission
+from lilliput.server.admission import Admission, longest_row
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 
@@ -30,8 +31,8 @@ _PAGE_SIZE = 32
 #: by default the cache may take this share of the memory that is free when the blocks are loaded
 _CACHE_SHARE = 0.25
 _MOST_CACHE_TOKENS = 1 << 18
-#: where all blocks have windows, longer steps than those would take more of the cache than the windows do
-_SLIDING_STEP = 1024
+#: where blocks have windows, a session is promised its window and a step: longer ones than this bring nothing
+_WINDOWED_STEP = 1024
 
 
 @dataclass(frozen=True)
@@ -76,38 +77,47 @@ def load(
         progress(f"reading the adapter {name}")
         span.add_adapter(name, folder)
     cache_tokens = options.cache_tokens or _default_cache_tokens(span)
-    pages = max(1, cache_tokens // _PAGE_SIZE)
-    made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages * _PAGE_SIZE
-    # where all blocks have windows, a session may be longer than the cache
-    window = span.window(start, end)
-    longest = max(1, int(pages * options.peer_share)) * _PAGE_SIZE if window is None else made_for
-    max_length = min(options.max_length or made_for, longest)
-    engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
+    engine = Engine(
+        span, pages=max(1, cache_tokens // _PAGE_SIZE), page_size=_PAGE_SIZE, take_turns=not options.threads
+    )
     engine.start()
     progress("measuring")
     throughput = measure(engine)
     gc.collect()
     gc.freeze()  # what is loaded stays; collections need not look at it
+    max_step = options.max_step_tokens
+    if any(group.window for group in span.groups):
+        max_step = min(max_step, _WINDOWED_STEP)
     service = Service(
         model=files.name,
         span=span,
         engine=engine,
         admission=Admission(
-            pages=pages,
+            pages=engine.pool.count,
             page_size=_PAGE_SIZE,
-            max_length=max_length,
+            max_length=_max_length(span, engine, max_step, config, options),
+            groups=len(span.groups),
             max_queue=options.max_queue,
             max_sessions_per_peer=options.max_sessions_per_peer,
             peer_share=options.peer_share,
             fair_seconds=options.fair_seconds,
         ),
-        max_step_tokens=min(options.max_step_tokens, max(window, _SLIDING_STEP)) if window else options.max_step_tokens,
+        max_step_tokens=max_step,
         first_step_seconds=options.first_step_seconds,
         idle_seconds=options.idle_seconds,
         unused_seconds=options.unused_seconds,
         share_prefixes=options.share_prefixes,
     )
     return Loaded(files, count, service, throughput)
+
+
+def _max_length(span: Span, engine: Engine, step: int, config: Any, options: ServerOptions) -> int:
+    """Tokens per row that sessions may ask for. With windows, that may be more than the cache holds in all blocks."""
+    pages = engine.pool.count
+    longest = longest_row(max(1, int(pages * options.peer_share)), kept_tokens(span.groups, step), _PAGE_SIZE)
+    made_for = int(getattr(config, "max_position_embeddings", 0) or 0) or pages // len(span.groups) * _PAGE_SIZE
+    wanted = options.max_length or made_for
+    return wanted if longest is None else max(1, min(wanted, longest))
 
 
 def clear_away() -> None:
@@ -121,7 +131,8 @@ def _default_cache_tokens(span: Span) -> int:
     import psutil
 
     free = psutil.virtual_memory().available * _CACHE_SHARE
-    return max(1024, min(_MOST_CACHE_TOKENS, int(free // max(1, span.cache_bytes_per_token))))
+    page = span.new_cache(1, _PAGE_SIZE).nbytes * len(span.groups)
+    return max(1024, min(_MOST_CACHE_TOKENS, int(free // page) * _PAGE_SIZE))
 
 
 async def in_thread(function: Callable[[], T]) -> T:

@@ -49,7 +49,13 @@ def _of(service: Service, names: tuple[str, str]) -> Iterator[Metric]:
         (now, "passes", "Forward and backward passes that wait or run", service.passes),
         (now, "cache_pages_promised", "Cache pages promised to sessions", admission.promised),
         (now, "cache_pages_shared", "Cache pages that several rows use", pool.shared),
-        (now, "cache_page_tokens", "Tokens of one row that a cache page holds", pool.page_size),
+        (
+            now,
+            "cache_page_tokens",
+            "Tokens of one row that a cache page holds, for one group of blocks",
+            pool.page_size,
+        ),
+        (now, "cache_groups", "Groups of blocks that have cache pages of their own", admission.groups),
         (now, "draining", "1 while the server is about to leave", int(service.draining)),
     ):
         family = kind(f"lilliput_server_{name}", text, labels=_LABELS)

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from lilliput.engine.engine import Engine
-from lilliput.engine.session import KEPT_BEFORE_WINDOW
+from lilliput.engine.table import kept_tokens
 from lilliput.engine.training import Pass
 from lilliput.errors import BadRequest, Busy, Draining, LilliputError, WrongBlocks
 from lilliput.models.span import Span
@@ -90,8 +90,7 @@ class Service:
 
     def pages_for(self, start: int, end: int, rows: int, max_length: int) -> int:
         """Pages that a session over blocks `[start, end)` may come to hold. Raises what `Admission.pages_for` does."""
-        window = self.span.window(start, end)
-        kept = None if window is None else window + KEPT_BEFORE_WINDOW + -(-self.max_step_tokens // rows)
+        kept = kept_tokens(self.span.groups_of(start, end), -(-self.max_step_tokens // rows))
         return self.admission.pages_for(rows, max_length, kept)
 
     def load_of(self, peer: str) -> PeerLoad:

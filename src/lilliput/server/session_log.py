@@ -45,7 +45,7 @@ class SessionLog(logging.LoggerAdapter):
         self.info(
             "opened after %.2f s for blocks %d:%d, %d x %d tokens, %d of them cached%s",
             *(time.monotonic() - self._began, body.start, body.end, body.rows, body.max_length, cached_tokens),
-            "; it resumes another server's" if body.resumes else "",
+            "; it repeats what another server was sent" if body.resumes else "",
         )
 
     def computed(self, result: StepOutput) -> None:
