@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateways import Gateway
+from gateways import KEYS, Gateway
 
 from lilliput.cli.local_swarm import LocalSwarm
 
@@ -99,3 +99,11 @@ def test_the_logs_of_the_gateway_and_of_the_servers_name_the_request(
     assert line["seconds"] > 0
     (line,) = (line for line in ours if line["request_id"] == "logged-2")
     assert line["status"] == 400
+
+
+def test_another_key_sees_nothing_of_it(guarded: Gateway) -> None:
+    url, (mine, other) = guarded.url, ({"Authorization": f"Bearer {key}"} for key in KEYS)
+    asked = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
+    id = httpx.post(f"{url}/v1/completions", json=asked, headers=mine, timeout=60).headers["x-request-id"]
+    found = [httpx.get(f"{url}/v1/requests/{id}", headers=headers).status_code for headers in (mine, other, {})]
+    assert found == [200, 404, 401]
