@@ -19,10 +19,10 @@ demo: $(READY) ## Start three servers on this machine and chat with a small real
 
 test: $(READY) ## Run all tests
 	$(BIN)/lilliput fetch
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-older: $(OLDER)/.ready ## Run the tests of models, and one of a real swarm, with the oldest transformers that is promised
-	PYTHONPATH=$(CURDIR)/$(OLDER) $(BIN)/python -m pytest tests/models tests/client/test_smollm2.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(OLDER) $(BIN)/python -m pytest -n 2 --dist loadfile tests/models tests/client/test_smollm2.py $(ARGS)
 
 # An older transformers, with the releases of its own dependencies that it wants, over the other packages of .venv.
 $(OLDER)/.ready: $(READY) Makefile
