@@ -184,7 +184,7 @@ def test_nobody_is_accused_for_computing_in_fewer_bits(demo_model: ModelFiles, n
                     remote.connection.ban(other.peer_id)
             session = InferenceSession(blocks._shared, AsyncInferenceSession(remote, 0, 5, max_length=30, rows=2))
             session.step(hidden[:, :22])
-            remote.connection._banned.clear()
+            remote.connection._banned.forget()
             for at in range(22, 30):
                 session.step(hidden[:, at : at + 1])
             assert [hop.peer_id for hop in session.hops] == [server.peer_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -148,6 +149,31 @@ def test_a_full_server_says_busy_and_takes_us_when_there_is_room(tiny_llama: Pat
             )
         blocks.close()
         patient.close()
+
+
+def test_sessions_that_begin_together_find_the_servers_that_have_room(tiny_llama: Path) -> None:
+    with served(tiny_llama, *[(0, 6)] * 5, cache_tokens=64) as servers:
+        blocks = RemoteSequential.from_pretrained(
+            str(tiny_llama), initial_peers=list(servers[0].addresses), patience=Patience(attempts=2)
+        )
+
+        def session() -> AsyncInferenceSession:
+            return AsyncInferenceSession(blocks.remote_model, max_length=64)
+
+        async def together() -> tuple[set[str], str]:
+            # records say that all servers are empty, so all ask the same one first
+            sessions = [session() for _ in servers]
+            await asyncio.gather(*(opened.step(states(1, 4)) for opened in sessions))
+            peers = {hop.peer_id for opened in sessions for hop in opened.hops}
+            with pytest.raises(Busy) as error:
+                await session().step(states(1, 4))
+            await asyncio.gather(*(opened.close() for opened in sessions))
+            return peers, str(error.value)
+
+        peers, error = blocks._shared.run(together())
+        assert peers == {str(server.dht.peer_id) for server in servers if server.dht}
+        assert "full" in error
+        blocks.close()
 
 
 def test_whatever_ends_generate_gives_the_caches_back(tiny_llama: Path) -> None:

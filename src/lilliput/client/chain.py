@@ -35,7 +35,7 @@ from lilliput.client.server_session import QueueCallback, Reply, ServerSession
 from lilliput.client.step_trace import Crossing
 from lilliput.client.tape import Part, Tape
 from lilliput.client.tasks import all_of
-from lilliput.errors import LilliputError, MissingBlocks, Unreachable
+from lilliput.errors import Busy, LilliputError, MissingBlocks, Unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +96,15 @@ class Chain:
         :param prefix: keys of the first tokens (see `wire.prefix`), `[max_rows, n]` digests
         :param extend: take what the servers allow rather than fail for a `max_length` that is longer
 
+        Servers that are full say so at once: others are tried for as long as `Patience.open` allows.
+
         Raises `MissingBlocks`, `Busy` with the expected wait, or what the last of a few chains failed with.
         """
         failed: set[str] = set()
         error: LilliputError | None = None
-        for _ in range(self.remote.patience.attempts):
+        patience, loop, failures = self.remote.patience, asyncio.get_running_loop(), 0
+        until = loop.time() + patience.open
+        while error is None or (failures < patience.attempts and loop.time() < until):
             try:
                 hops = await self.hops(self.start, self.end, failed)
             except MissingBlocks as e:
@@ -115,7 +119,7 @@ class Chain:
                 if not e.retry_elsewhere:
                     raise
                 error = e
-        assert error is not None
+                failures += not isinstance(e, Busy)
         raise error
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from lilliput.wire.channel import Channel
 from lilliput.wire.protocol import FORWARD_INCREMENTAL
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 #: look-ups younger than this are used as they are (seconds)
 FRESH_SECONDS = 5.0
@@ -38,6 +39,8 @@ STALE_SECONDS = directory.LEASE_SECONDS * 2 / 3
 FIRST_PING_SECONDS = 1.0
 #: a peer that failed us is passed over for this long
 BAN_SECONDS = 20.0
+#: one that was full is passed over for this long: such servers announce it within a second
+FULL_SECONDS = 3.0
 #: servers that could not reach one another are not asked to push for this long
 UNLINKED_SECONDS = 60.0
 #: so many idle streams are kept for each peer and call
@@ -66,6 +69,25 @@ class Patience:
     look_around: float = 30.0
 
 
+class _Lately(Generic[K]):
+    """What happened in the last so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: dict[K, float] = {}
+
+    def add(self, key: K) -> None:
+        self._until[key] = time.monotonic() + self._seconds
+
+    def forget(self) -> None:
+        self._until.clear()
+
+    def members(self) -> set[K]:
+        now = time.monotonic()
+        self._until = {key: until for key, until in self._until.items() if until > now}
+        return set(self._until)
+
+
 @dataclass
 class _Lookup:
     announcements: list[directory.Announcement]
@@ -88,10 +110,10 @@ class Connection:
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
         self._round_trips: RoundTrips | None = None
-        self._banned: dict[str, float] = {}
+        self._banned, self._full = _Lately[str](BAN_SECONDS), _Lately[str](FULL_SECONDS)
         #: peers that were found out, which nobody uses any more
         self.convicted: set[str] = set()
-        self._unlinked: dict[tuple[str, str], float] = {}
+        self._unlinked = _Lately[tuple[str, str]](UNLINKED_SECONDS)
         self._session_streams: dict[str, asyncio.Future[PeerStream]] = {}
         self._streams: defaultdict[tuple[str, str], list[Channel]] = defaultdict(list)
 
@@ -171,7 +193,7 @@ class Connection:
             return find_chain(records, start, end, banned=banned, round_trips=ways, use=use, pushes=pushes, guard=guard)
 
         banned = self.convicted | set(banned)
-        avoid = self.banned() | banned
+        avoid = self.banned() | self._full.members() | banned
         try:
             return await cheapest(_same_model(await self.records(model), fingerprint), avoid)
         except MissingBlocks:
@@ -194,26 +216,27 @@ class Connection:
 
     def ban(self, peer_id: str) -> None:
         """Pass a peer over for a while: it did not do what it said it would."""
-        self._banned[peer_id] = time.monotonic() + BAN_SECONDS
+        self._banned.add(peer_id)
+
+    def note_full(self, peer_id: str) -> None:
+        """A peer had no room for a session; its record will tell in a moment."""
+        self._full.add(peer_id)
 
     def convict(self, peer_id: str) -> None:
         """Never use a peer again: it was found to return what is wrong."""
         self.convicted.add(peer_id)
 
     def banned(self) -> set[str]:
-        now = time.monotonic()
-        self._banned = {peer: until for peer, until in self._banned.items() if until > now}
-        return set(self._banned)
+        """Peers that failed us lately."""
+        return self._banned.members()
 
     def unlink(self, peer_id: str, next_peer_id: str) -> None:
         """The first of these servers could not push to the second one: for a while, carry between them."""
-        now = time.monotonic()
-        self._unlinked = {pair: until for pair, until in self._unlinked.items() if until > now}
-        self._unlinked[peer_id, next_peer_id] = now + UNLINKED_SECONDS
+        self._unlinked.add((peer_id, next_peer_id))
 
     def linked(self, peer_id: str, next_peer_id: str) -> bool:
         """Whether the first of these servers may push to the second one."""
-        return self._unlinked.get((peer_id, next_peer_id), 0.0) <= time.monotonic()
+        return (peer_id, next_peer_id) not in self._unlinked.members()
 
     # -- streams
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from lilliput.client.remote import RemoteModel
 from lilliput.client.route import Hop
 from lilliput.client.server_session import QueueCallback, ServerSession
-from lilliput.errors import LilliputError, Unreachable
+from lilliput.errors import Busy, LilliputError, Unreachable
 
 #: parts of one step that may be on their way at a time, through one server or several that push
 _PARTS_AT_ONCE = 8
@@ -115,6 +115,8 @@ async def open_legs(
             failed.add(hop.peer_id)
             if isinstance(e, Unreachable):
                 remote.connection.ban(hop.peer_id)
+            elif isinstance(e, Busy):
+                remote.connection.note_full(hop.peer_id)
             raise
 
     try:

@@ -17,13 +17,15 @@ from lilliput.models.quantized_linear import QuantizedLinear, slices
 
 GROUP = 32
 #: from so many tokens on, weights are made wide
-_MANY = 80
+_MANY = 128
 #: candidates for the width of a group's grid, as shares of its range: outliers may be cut off for the others' sake
 _SHARES = (1.0, 0.9)
 #: outputs that torch's kernel keeps together, depending on how long the processor's vectors are
 _BLOCKS = (64, 32)
-#: numbers that are made wide, or packed, at a time
+#: numbers that are packed or read back at a time
 _AT_A_TIME = 1 << 18
+#: numbers that are made wide at a time: few enough for the processor's cache, and enough for a fast product
+_WIDE_AT_A_TIME = 1 << 21
 
 
 class Int4Linear(QuantizedLinear):
@@ -76,16 +78,16 @@ class Int4Linear(QuantizedLinear):
 
     def _wide(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Some outputs after the others, with their weights [in, some]."""
-        for some, codes in self._codes():
+        for some, codes in self._codes(_WIDE_AT_A_TIME):
             scales, zeros = self._scales[:, some].float().permute(2, 0, 1).contiguous()
             grouped = codes.float().view(-1, GROUP, codes.shape[1])
             wide = grouped.sub_(8).mul_(scales[:, None]).add_(zeros[:, None])
             yield some, wide.view_as(codes).to(self.dtype)
 
-    def _codes(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _codes(self, at_a_time: int = _AT_A_TIME) -> Iterator[tuple[slice, torch.Tensor]]:
         """Some outputs after the others, with their codes, one a byte: [in, some]."""
         columns = self.in_features
-        step = max(1, _AT_A_TIME // columns // self._block) * self._block
+        step = max(1, at_a_time // columns // self._block) * self._block
         for begin in range(0, self.out_features, step):
             some = slice(begin, min(begin + step, self.out_features))
             if self._pairs is not None:

@@ -19,6 +19,8 @@ from typing import Any
 from lilliput.cli.bench.report import Figure
 from lilliput.errors import LilliputError
 
+#: the differences are smaller than the noise: so many pairs for each round
+_PAIRS = 3
 #: what `lilliput api` needs, and who asks it
 _PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client", "httpx")
 
@@ -47,19 +49,29 @@ def measure(
     many = Figure("api, 16 streams", "tokens/s", note="beside the Python client's 16 streams")
     with _api(model, peers, dtype) as (url, name):
         for count, figure in ((1, one), (16, many)):
-            for number in range(rounds + 1):
-                counts, over_http = asyncio.run(_over_http(url, name, prompts(count, 2 * number), new))
-                begun = time.perf_counter()
-                ours(prompts(count, 2 * number + 1), counts)
-                python = time.perf_counter() - begun
+            counts = [new] * count
+            for number in range(1 + rounds * _PAIRS):
+                here, there = prompts(count, 2 * number), prompts(count, 2 * number + 1)
+                if number % 2:  # a machine that becomes slower, or faster, does so for both
+                    python = _seconds(ours, here, counts) / sum(counts)
+                counts, over_http = asyncio.run(_over_http(url, name, there, new))
+                if not number % 2:
+                    python = _seconds(ours, here, counts) / sum(counts)
+                over_http /= sum(counts)
                 if not number:  # the first round warms both up
                     continue
                 if count == 1:
-                    figure.values.append((over_http - python) / sum(counts) * 1e3)
+                    figure.values.append((over_http - python) * 1e3)
                 else:
-                    figure.values.append(sum(counts) / over_http)
-                    figure.reference.append(sum(counts) / python)
+                    figure.values.append(1 / over_http)
+                    figure.reference.append(1 / python)
     return [one, many]
+
+
+def _seconds(work: Callable[..., None], *arguments: Any) -> float:
+    begun = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - begun
 
 
 async def _over_http(url: str, model: str, prompts: list[list[int]], new: int) -> tuple[list[int], float]:

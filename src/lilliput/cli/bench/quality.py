@@ -16,6 +16,7 @@ from torch import nn
 
 from lilliput.cli.bench.report import Figure
 from lilliput.cli.bench.shuffled import shuffled
+from lilliput.engine import probe
 from lilliput.engine.engine import Engine
 from lilliput.engine.scheduler import Budget
 from lilliput.engine.session import CacheSession, Step, StepOutput
@@ -172,6 +173,7 @@ class _Streams:
 
     def __enter__(self) -> Self:
         self._engine.start()
+        probe.measure(self._engine)  # as a server does: it chooses how many threads a step takes
         return self
 
     def __exit__(self, *error: object) -> None:
