@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +130,31 @@ def test_what_clears_away_goes_on_when_it_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(wait, 60.0)
     assert not interruptions
+
+
+def test_a_stream_that_ends_before_it_begins_is_no_error_and_other_failures_are(
+    loop: LoopThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def connect(serve: Callable[[asyncio.StreamReader], Awaitable[object]]) -> None:
+        failed = asyncio.Event()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await serve(reader)
+            finally:
+                writer.close()
+                asyncio.get_running_loop().call_later(0.05, failed.set)  # after it was reported
+
+        path = tmp_path / "socket"
+        async with await asyncio.start_unix_server(accept, path):
+            _, writer = await asyncio.open_unix_connection(path)
+            writer.close()
+            await failed.wait()
+
+    async def wrong(reader: asyncio.StreamReader) -> None:
+        raise ValueError("wrong")
+
+    loop.run(connect(lambda reader: reader.readexactly(1)))
+    assert not caplog.records
+    loop.run(connect(wrong))
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ValueError]

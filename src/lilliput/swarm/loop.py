@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from lilliput.errors import LilliputError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
@@ -36,6 +38,14 @@ class EventLoop(_Fastest):  # type: ignore[misc, valid-type]
 
     async def subprocess_exec(self, *args: Any, **options: Any) -> Any:
         return await super().subprocess_exec(*args, **{"start_new_session": True, **options})
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """As usual, but a stream whose other end was gone before hivemind had read who it is from is no error."""
+        error, message = context.get("exception"), context.get("message", "")
+        if "client_connected_cb" in message and isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+            logger.debug("a stream ended before it began: %s", error)
+            return
+        super().call_exception_handler(context)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
