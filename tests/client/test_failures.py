@@ -315,3 +315,25 @@ def test_a_program_that_closes_nothing_ends_quietly(tiny_swarm: LocalSwarm, tiny
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch.Size([1, 6])"
     assert "Traceback" not in done.stderr
+
+
+def test_a_client_whose_daemon_is_killed_starts_another_and_goes_on(
+    tiny_swarm: LocalSwarm, tiny_llama: Path, whole: Any
+) -> None:
+    def daemons() -> set[psutil.Process]:
+        return {child for child in psutil.Process().children() if "p2pd" in child.name()}
+
+    ids, others = torch.arange(5, 25)[None], daemons()
+    expected = whole.generate(ids, max_new_tokens=12, **GREEDY)
+    with (
+        connected(tiny_llama, tiny_swarm.initial_peers) as model,
+        model.inference_session(max_length=64) as session,
+    ):
+        out = model.generate(ids, max_new_tokens=4, **GREEDY)
+        for _ in range(2):
+            (daemon,) = daemons() - others
+            daemon.kill()
+            out = model.generate(out, max_new_tokens=4, **GREEDY)
+        assert out.tolist() == expected.tolist()
+        assert session.recoveries
+    assert not daemons() - others

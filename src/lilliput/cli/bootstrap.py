@@ -67,6 +67,7 @@ def bootstrap(
 
 async def _serve(initial_peers: Sequence[str], options: dict[str, Any], json_line: bool) -> int:
     """Until a signal comes; returns it."""
+    from lilliput.swarm.daemon import daemon_ended
     from lilliput.swarm.node import Node
     from lilliput.swarm.peer_calls import serve_peers
 
@@ -89,6 +90,12 @@ async def _serve(initial_peers: Sequence[str], options: dict[str, Any], json_lin
     try:
         await serve_peers(node)
         _tell(await node.addresses(), str(node.peer_id), json_line)
+        lost = asyncio.ensure_future(node.lost())
+        waiting = {lost, signalled}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not signalled.done():
+            raise daemon_ended()
+        lost.cancel()
         return await signalled
     finally:
         await node.stop()

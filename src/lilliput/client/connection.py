@@ -23,6 +23,7 @@ from lilliput.swarm import directory
 from lilliput.swarm.loop import LoopThread
 from lilliput.swarm.node import Node
 from lilliput.swarm.records import ServerRecord
+from lilliput.swarm.renewed_node import RenewedNode
 from lilliput.swarm.round_trips import RoundTrips
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel
@@ -105,7 +106,7 @@ class Connection:
     def __init__(self, initial_peers: Iterable[str], **node_options: Any) -> None:
         """:param node_options: of `Node.start`"""
         self.initial_peers = tuple(str(peer) for peer in initial_peers)
-        self._starting = asyncio.ensure_future(Node.start(self.initial_peers, client_mode=True, **node_options))
+        self._node = RenewedNode(initial_peers=self.initial_peers, client_mode=True, **node_options)
         self.closed = False
         self._lookups: dict[str, _Lookup] = {}
         self._asking: dict[str, asyncio.Future[list[ServerRecord]]] = {}
@@ -119,7 +120,7 @@ class Connection:
 
     async def node(self) -> Node:
         """The peer, once it has started. Raises what went wrong if it could not."""
-        return await asyncio.shield(self._starting)
+        return await self._node.get()
 
     # -- who serves what
 
@@ -158,8 +159,9 @@ class Connection:
         self, records: Sequence[ServerRecord], *, within: float = FIRST_PING_SECONDS
     ) -> RoundTripTimes:
         """What is known about the ways to servers. The first pings are waited for, but not for long."""
-        if self._round_trips is None:
-            self._round_trips = RoundTrips(await self.node())
+        node = await self.node()
+        if self._round_trips is None or self._round_trips.node is not node:
+            self._round_trips = RoundTrips(node)
         await self._round_trips.renew([record.peer_id for record in records if usable(record)], within=within)
         return self._round_trips.known
 
@@ -315,9 +317,7 @@ class Connection:
             opening.cancel()
             if _is_usable(opening):
                 opening.result().close()
-        self._starting.cancel()
-        with contextlib.suppress(asyncio.CancelledError, LilliputError):
-            await (await self._starting).stop()
+        await self._node.close()
 
 
 def _retrieve(done: asyncio.Future[Any]) -> None:

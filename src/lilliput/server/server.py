@@ -32,6 +32,7 @@ from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
 from lilliput.server.survey import survey
+from lilliput.swarm.daemon import daemon_ended
 from lilliput.swarm.loop import new_event_loop, uninterrupted
 from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
@@ -246,12 +247,14 @@ class Server(hivemind.moe.Server):
             stack.callback(announcing.cancel)
             moving = asyncio.ensure_future(self._wish_to_move(announcer))
             stack.callback(moving.cancel)
+            lost = asyncio.ensure_future(node.lost())
+            stack.callback(lost.cancel)
             self._ready.set()
             self.decided.set()
             logger.info("serving blocks %d:%d of %s", *self.blocks, loaded.service.model)
-            waiting = {stopped, drained, announcing, moving}
+            waiting = {stopped, drained, announcing, moving, lost}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            failed = announcing.done()
+            failed = announcing.done() or lost.done()
             announcing.cancel()
             if not (stopped.done() or failed):
                 patient = not drained.done() and self._mover is not None and not self._mover.urgent
@@ -259,6 +262,8 @@ class Server(hivemind.moe.Server):
             self._ready.clear()
             leaves = stopped.done() or drained.done() or failed
             await farewell(announcer, leaves=leaves)
+            if lost.done() and not stopped.done():
+                raise daemon_ended()
             if failed:
                 announcing.result()
             if not leaves:

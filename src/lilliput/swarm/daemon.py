@@ -74,6 +74,13 @@ async def _create_in_turn(options: dict[str, Any], kind: type[P2P]) -> P2P:
             await asyncio.sleep(random.uniform(*_FORK_AGAIN_SECONDS))
 
 
+def daemon_ended() -> SwarmError:
+    """Ours has, and nobody told it to."""
+    return SwarmError(
+        "this peer's p2p daemon has ended, so nothing comes or goes: was it killed, or is memory short? Start again"
+    )
+
+
 def nobody_answers(initial_peers: Sequence[str]) -> Unreachable:
     """None of these peers does."""
     return Unreachable(

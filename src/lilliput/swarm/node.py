@@ -237,6 +237,15 @@ class Node:
         """So many bytes came from a peer by another way than `serve`; returns when it may send more."""
         await asyncio.sleep(self._bytes.of(str(peer_id)).take(count))
 
+    async def lost(self) -> None:
+        """Return when the daemon has ended, though nobody has told it to: nothing comes or goes any more."""
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_unix_connection(self.p2p.daemon_listen_maddr["unix"])
+            try:
+                await reader.read(1)  # it says nothing unasked
+            finally:
+                writer.close()
+
     async def stop(self) -> None:
         """End all streams, leave the DHT, end the daemon. May be called twice."""
         if self._stopped:

@@ -65,7 +65,7 @@ class RoundTrips:
     """
 
     def __init__(self, node: Node) -> None:
-        self._node = node
+        self.node = node
         #: seconds by peer id; None where the last ping was not answered
         self.known: dict[str, float | None] = {}
         self._due: dict[str, float] = {}
@@ -77,7 +77,7 @@ class RoundTrips:
 
         :param within: wait so long (seconds) for those that were never measured; for others nobody waits
         """
-        now, me = time.monotonic(), str(self._node.peer_id)
+        now, me = time.monotonic(), str(self.node.peer_id)
         wanted = {peer for peer in peers if peer != me}
         self._forget(wanted, now)
         due = [peer for peer in wanted if self._due.get(peer, 0.0) <= now and peer not in self._measuring]
@@ -111,7 +111,7 @@ class RoundTrips:
             took: float | None = None
             with contextlib.suppress(LilliputError, TimeoutError):
                 async with asyncio.timeout(PING_SECONDS):
-                    took = await ping(self._node, peer)
+                    took = await ping(self.node, peer)
         self.known[peer] = took
         # not all at once, and not all clients at once
         wait = RETRY_SECONDS if took is None else FRESH_SECONDS
