@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RUNS := $(VENV)/.runs
 OLDER := build/transformers-4.56.2
 SUPPORTED := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
@@ -14,7 +15,8 @@ help: ## List the targets
 
 env: $(READY) ## Make .venv and put Lilliput and its tools into it
 
-demo: $(READY) ## Start three servers on this machine and chat with a small real model
+# a first look needs no tools
+demo: $(if $(wildcard $(READY)),$(READY),$(RUNS)) ## Start three servers on this machine and chat with a small real model
 	@$(BIN)/lilliput demo $(ARGS)
 
 test: $(READY) ## Run all tests
@@ -70,7 +72,7 @@ clean: ## Remove what make made here (the model in your cache folder stays)
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv whose Python is gone or too old is made again; one that is only behind pyproject.toml is brought up to date.
-$(READY): pyproject.toml constraints.txt
+define install
 	@if ! $(BIN)/python -c '$(SUPPORTED)' 2>/dev/null; then \
 		for python in $(PYTHON) python3.11 python3.12 python3.13 python3; do \
 			if $$python -c '$(SUPPORTED)' 2>/dev/null; then found=$$python; break; fi; \
@@ -82,5 +84,12 @@ $(READY): pyproject.toml constraints.txt
 		echo "Making $(VENV) with $$($$found --version)"; \
 		$$found -m venv --clear $(VENV); \
 	fi
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 	@touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,dev)
+
+$(RUNS): pyproject.toml constraints.txt
+	$(call install,api)

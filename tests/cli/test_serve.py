@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from terminal import Family, Terminal, invoke, start
@@ -41,6 +42,27 @@ def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
     shown = invoke("serve", "smollm2", "--blocks", "0:1", "--dtype", "float8")
     assert (shown.exit_code, shown.stdout) == (1, "")
     assert "unknown dtype 'float8'" in shown.stderr.splitlines()[-1]
+
+
+def test_a_cache_larger_than_the_machine(demo_model: ModelFiles) -> None:
+    shown = invoke("serve", "smollm2", "--blocks", "0:1", "--cache-tokens", "999999999999", "--host", "127.0.0.1")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert "a cache for 999,999,999,999 tokens of these blocks takes 715," in shown.stderr.splitlines()[-1]
+
+
+def test_too_little_memory_for_the_blocks(tiny_llama: Path) -> None:
+    script = (
+        "import resource\n"
+        "import lilliput.server.server\n"  # takes more than the blocks
+        "from lilliput.cli import run\n"
+        "used = next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmData'))\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (used + (512 << 20), resource.RLIM_INFINITY))\n"
+        "run()\n"
+    )
+    options = ["serve", str(tiny_llama), "--blocks", "0:6", "--host", "127.0.0.1", "--cache-tokens", "1048576"]
+    ended = subprocess.run([sys.executable, "-c", script, *options], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "there is not enough memory for blocks 0:6 of tiny-llama and a cache" in ended.stderr
 
 
 def said(nursery: Nursery, *arguments: str) -> str:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from lilliput.engine.engine import Engine
@@ -65,21 +66,20 @@ def load(
     if options.threads:
         torch.set_num_threads(options.threads)
     progress(f"reading blocks {start}:{end}")
-    span = Span.load(
-        files,
-        start,
-        end,
-        dtype=DTYPES[options.dtype],
-        quantize=options.quantize,
-        cache_dtype=torch.int8 if options.cache_dtype == "int8" else None,
-    )
-    for name, folder in options.adapters.items():
-        progress(f"reading the adapter {name}")
-        span.add_adapter(name, folder)
-    cache_tokens = options.cache_tokens or _default_cache_tokens(span)
-    engine = Engine(
-        span, pages=max(1, cache_tokens // _PAGE_SIZE), page_size=_PAGE_SIZE, take_turns=not options.threads
-    )
+    with _enough_memory(f"blocks {start}:{end} of {files.name}"):
+        span = Span.load(
+            files,
+            start,
+            end,
+            dtype=DTYPES[options.dtype],
+            quantize=options.quantize,
+            cache_dtype=torch.int8 if options.cache_dtype == "int8" else None,
+        )
+        for name, folder in options.adapters.items():
+            progress(f"reading the adapter {name}")
+            span.add_adapter(name, folder)
+        pages = _cache_pages(span, options.cache_tokens)
+        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
     engine.start()
     progress("measuring")
     throughput = measure(engine)
@@ -127,12 +127,33 @@ def clear_away() -> None:
     gc.freeze()
 
 
-def _default_cache_tokens(span: Span) -> int:
-    import psutil
-
-    free = psutil.virtual_memory().available * _CACHE_SHARE
+def _cache_pages(span: Span, tokens: int | None) -> int:
+    """For a cache of so many tokens in all blocks, or of what fits. Raises `ModelError`."""
+    memory = psutil.virtual_memory()
     page = span.new_cache(1, _PAGE_SIZE).nbytes * len(span.groups)
-    return max(1024, min(_MOST_CACHE_TOKENS, int(free // page) * _PAGE_SIZE))
+    if tokens is None:
+        fitting = int(memory.available * _CACHE_SHARE) // page * _PAGE_SIZE
+        tokens = max(1024, min(_MOST_CACHE_TOKENS, fitting))
+    pages = max(1, tokens // _PAGE_SIZE)
+    if pages * page > memory.total:
+        raise ModelError(
+            f"a cache for {tokens:,} tokens of these blocks takes {pages * page / 2**30:,.1f} GiB, this machine has "
+            f"{memory.total / 2**30:,.1f}: give fewer --cache-tokens, or none for what fits"
+        )
+    return pages
+
+
+@contextlib.contextmanager
+def _enough_memory(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "allocate memory" not in str(e):  # as torch says it
+            raise
+        raise ModelError(
+            f"there is not enough memory for {what} and a cache; serve fewer blocks, or --quantize them, or give fewer "
+            f"--cache-tokens (`lilliput plan` says what fits)"
+        ) from e
 
 
 async def in_thread(function: Callable[[], T]) -> T:

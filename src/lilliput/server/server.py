@@ -21,11 +21,12 @@ import hivemind.moe
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from lilliput.errors import Draining, LilliputError, ModelError
+from lilliput.errors import LilliputError, ModelError
 from lilliput.models import quantization
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
+from lilliput.server.leaving import FAREWELL_SECONDS, drain, farewell
 from lilliput.server.loading import DTYPES, Loaded, clear_away, in_thread, load
 from lilliput.server.mover import Mover
 from lilliput.server.options import ServerOptions
@@ -38,12 +39,9 @@ from lilliput.swarm.placement import Span
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.02
 #: sessions have so long to move before a server goes to blocks that others hold, too (seconds)
 _MOVE_SECONDS = 60.0
 _NONE: Span = (0, 0)
-#: sessions have so long to hear that the server leaves (seconds)
-_FAREWELL_SECONDS = 1.0
 
 
 class _Peer:
@@ -238,7 +236,7 @@ class Server(hivemind.moe.Server):
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
                 first.cancel()
-                await asyncio.wait({loading}, timeout=_FAREWELL_SECONDS)
+                await asyncio.wait({loading}, timeout=FAREWELL_SECONDS)
                 return False
             node, loaded = first.result()
             await self._begin(node, loaded)
@@ -257,10 +255,10 @@ class Server(hivemind.moe.Server):
             announcing.cancel()
             if not (stopped.done() or failed):
                 patient = not drained.done() and self._mover is not None and not self._mover.urgent
-                await self._drain(announcer, stopped, _MOVE_SECONDS if patient else self.options.drain_seconds)
+                await drain(announcer, stopped, _MOVE_SECONDS if patient else self.options.drain_seconds)
             self._ready.clear()
             leaves = stopped.done() or drained.done() or failed
-            await self._farewell(announcer, leaves=leaves)
+            await farewell(announcer, leaves=leaves)
             if failed:
                 announcing.result()
             if not leaves:
@@ -336,7 +334,7 @@ class Server(hivemind.moe.Server):
             self._calls.close()
         if self._mover is not None:
             with contextlib.suppress(Exception):
-                async with asyncio.timeout(_FAREWELL_SECONDS):
+                async with asyncio.timeout(FAREWELL_SECONDS):
                     await self._mover.withdraw()
 
     def _announcer(self, node: Node, loaded: Loaded) -> Announcer:
@@ -354,33 +352,6 @@ class Server(hivemind.moe.Server):
             uid_prefix=loaded.files.uid_prefix if options.declare_uids else "",
             started_at=self._started_at,
         )
-
-    async def _drain(self, announcer: Announcer, stopped: asyncio.Future[Any], within: float) -> None:
-        """Return when all sessions have moved, when they have had their time, or when told to stop."""
-        service = announcer.service
-        service.draining = True
-        announcing = asyncio.ensure_future(announcer.announce())
-        for stream in list(service.streams):
-            stream.tell_leaving(within)
-        until = time.monotonic() + within
-        while (  # noqa: ASYNC110 (sessions and passes end in many places)
-            (service.admission.running or service.passes) and time.monotonic() < until and not stopped.done()
-        ):
-            await asyncio.sleep(_LOOK_SECONDS)
-        await asyncio.wait({announcing}, timeout=_FAREWELL_SECONDS)  # a late one would undo the farewell
-        announcing.cancel()
-
-    async def _farewell(self, announcer: Announcer, *, leaves: bool) -> None:
-        service = announcer.service
-        service.draining = True
-        withdrawing = asyncio.ensure_future(announcer.withdraw() if leaves else asyncio.sleep(0))
-        streams = list(service.streams)
-        for stream in streams:
-            stream.end(Draining("this server is leaving; open a session elsewhere"))
-        told: set[asyncio.Future[Any]] = {withdrawing, *(stream.ended for stream in streams)}
-        await asyncio.wait(told, timeout=_FAREWELL_SECONDS)
-        withdrawing.cancel()
-        logger.info("leaving these blocks; since the start: %s", service.engine.counters)
 
 
 async def _stop_node(starting: asyncio.Future[Node]) -> None:
