@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -160,6 +161,21 @@ def test_a_stranger_can_write_no_line_of_the_log_nor_move_the_cursor(monkeypatch
     assert written.isascii()
     assert written.isprintable()
     assert json.loads(written)["message"] == json.loads(written)["request_id"] == evil
+
+
+def test_logs_go_where_standard_error_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    logs.set_up()
+    handler = next(h for h in logging.getLogger().handlers if isinstance(h.formatter, logs.OneLine))
+    for _ in range(2):
+        here = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", here)
+        handler.handle(logging.makeLogRecord({"name": "lilliput.x", "levelno": 30, "levelname": "WARNING", "msg": "y"}))
+        assert here.getvalue().endswith(" W x: y\n")
+        here.close()  # as typer's CliRunner does
+
+
+def test_a_bootstrap_peer_logs_as_json() -> None:
+    assert "--log-json" in CliRunner().invoke(app, ["bootstrap", "--help"], env={"COLUMNS": "200"}).output
 
 
 def test_logs_as_json() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from browsers import CHROMIUM
-from gateways import KEYS, LIMITED, Gateway
+from gateways import KEYS, LIMITED, ORIGIN, Gateway
 
 from lilliput.cli import process
 from lilliput.cli.local_swarm import LocalSwarm
@@ -113,7 +113,8 @@ def guarded(start: Callable[..., Gateway], demo_model: ModelFiles, tmp_path_fact
     file = folder.with_name("keys")
     file.write_text("".join(f"{name} {key} {limits}\n" for name, (key, limits) in LIMITED.items()))
     file.chmod(0o600)
-    return start(str(folder), *keys, "--api-keys", str(file), "--max-requests", "1", "--max-waiting", "1")
+    limits = ["--max-requests", "1", "--max-waiting", "1"]
+    return start(str(folder), *keys, "--api-keys", str(file), "--allow-origin", ORIGIN, *limits)
 
 
 @pytest.fixture(scope="session")

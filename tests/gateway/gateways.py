@@ -9,6 +9,8 @@ from pathlib import Path
 import openai
 
 KEYS = ("first-key", "second-key")
+#: whose pages may ask
+ORIGIN = "https://chat.example"
 #: by name, with limits
 LIMITED = {"one": ("sk-one", "requests=1"), "few": ("sk-few", "tokens-per-minute=20 requests-per-minute=600")}
 

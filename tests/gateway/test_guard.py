@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateways import KEYS, LIMITED, Gateway
+from gateways import KEYS, LIMITED, ORIGIN, Gateway
 from typer.testing import CliRunner
 
 from lilliput.cli.main import app
@@ -49,6 +49,20 @@ def test_keys(guarded: Gateway) -> None:
         guarded.client("wrong").completions.create(model=MODEL, prompt="Hi")
     assert httpx.get(f"{guarded.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{guarded.url}/ready").json()["max_length"] == 8192
+
+
+def test_pages_of_a_named_origin_may_ask(guarded: Gateway) -> None:
+    url = f"{guarded.url}/v1/chat/completions"
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+    asked = httpx.options(url, headers={"Origin": ORIGIN, **asks})  # browsers bring no key with that
+    assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+    assert httpx.options(url, headers={"Origin": "https://other.example", **asks}).status_code == 400
+    refused = httpx.post(url, json={}, headers={"Origin": ORIGIN})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, ORIGIN)  # it can be read
+    assert "X-Request-Id" in refused.headers["access-control-expose-headers"]
+    stranger = httpx.get(f"{guarded.url}/health", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in stranger.headers
 
 
 def test_a_key_past_its_limit_leaves_room_for_others(guarded: Gateway, client: openai.OpenAI) -> None:

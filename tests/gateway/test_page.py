@@ -22,6 +22,25 @@ def ask(page: Any, text: str) -> None:
     page.keyboard.press("Enter")
 
 
+def test_before_there_is_a_talk(page: Any) -> None:
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_text("No conversations yet").wait_for()
+    page.get_by_role("button", name="Conversations").click()
+    page.route("**/v1/chat/completions", lambda route: None)  # an answer that does not come
+    ask(page, "Hello")
+    page.get_by_label("The answer is awaited").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_label("The answer is awaited").wait_for(state="detached")
+
+
+def test_what_has_come_of_an_answer_outlives_the_page(page: Any) -> None:
+    ask(page, "Tell me a very long story about a cat.")
+    page.locator(".assistant .body", has_text=" ").wait_for()
+    page.reload()
+    page.locator(".assistant .body", has_text=" ").wait_for()
+    page.get_by_role("button", name="Retry").wait_for()
+
+
 def test_a_talk(page: Any) -> None:
     page.get_by_text("SmolLM2-135M-Instruct").wait_for()
     page.get_by_role("button", name="Settings").click()

@@ -59,6 +59,14 @@ def api(
             show_default=False,
         ),
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let browsers ask from pages of it, such as https://chat.example; may be repeated; '*': all.",
+            show_default="pages of this server only",
+        ),
+    ] = None,
     max_requests: Annotated[
         int, typer.Option(min=1, metavar="N", help="Answer so many requests at a time; others wait.")
     ] = _REQUESTS,
@@ -108,7 +116,9 @@ def api(
         listener = Listener(host, port)
         signals = leaving.enter_context(process.signals_noted())
         places = Places(max_requests, max_waiting)
-        server = leaving.enter_context(_serving(language_model, listener, places, keys=keys, aliases=aliases))
+        server = leaving.enter_context(
+            _serving(language_model, listener, places, keys=keys, aliases=aliases, origins=allow_origin or ())
+        )
         _tell(listener.url, language_model.name, json_line)
         while server.serves and not signals:
             time.sleep(_POLL_SECONDS)
@@ -135,6 +145,7 @@ def _serving(
     *,
     keys: Keys | None = None,
     aliases: Sequence[str] = (),
+    origins: Sequence[str] = (),
     patience: int = 3,
 ) -> Iterator[HttpServer]:
     from lilliput.gateway.app import make_app
@@ -144,7 +155,7 @@ def _serving(
 
     served = ServedModel(model.name, model.distributed, model.tokenizer, aliases=aliases)
     with contextlib.closing(served):
-        server = HttpServer(make_app(Service(served, places), keys), model.loop, listener, patience=patience)
+        server = HttpServer(make_app(Service(served, places), keys, origins), model.loop, listener, patience=patience)
         with contextlib.closing(server):
             yield server
 

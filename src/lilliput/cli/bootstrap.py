@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lilliput.cli import process
-from lilliput.cli.logs import Verbose
+from lilliput.cli.logs import LogJson, Verbose
 from lilliput.cli.options import (
     Announce,
     Host,
@@ -38,6 +38,7 @@ def bootstrap(
     json_line: Annotated[
         bool, typer.Option("--json", help="When ready, print one JSON line instead of words.", show_default=False)
     ] = False,
+    log_json: LogJson = False,
     verbose: Verbose = 0,
 ) -> None:
     """Be a peer that others join the swarm through, until Ctrl-C. It holds no blocks.

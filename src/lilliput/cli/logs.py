@@ -28,6 +28,21 @@ _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 _verbosity = 0
 
 
+class _StandardError(logging.StreamHandler[Any]):
+    """Writes to what standard error is at the time: who had replaced it may have closed it since."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        raise AttributeError("it follows sys.stderr")
+
+
 class OneLine(logging.Formatter):
     """`12:34:56 I server.handler: text [request id]`.
 
@@ -98,7 +113,7 @@ def set_up(verbosity: int = 0, *, debug: bool = False, as_json: bool = False) ->
     root = logging.getLogger()
     handler = next((h for h in root.handlers if isinstance(h.formatter, OneLine | JsonLines)), None)
     if handler is None:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _StandardError()
         handler.setFormatter(OneLine())
         root.addHandler(handler)
     if as_json:

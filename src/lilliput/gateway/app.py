@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp
@@ -46,16 +47,27 @@ _EVENTS: dict[str, Any] = {"description": "The answer; with `stream`, as server-
     "application/json": {}, "text/event-stream": {}}}  # fmt: skip
 
 
-def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
+#: headers of answers that pages of other origins may read
+_EXPOSED = ("X-Request-Id", "Retry-After", "Server-Timing")
+#: a path is shown up to here
+_SHOWN = 200
+
+
+def make_app(service: Service, keys: Keys | None = None, origins: Sequence[str] = ()) -> ASGIApp:
     """The application.
 
     :param keys: of which requests to /v1 must bring one; by default everyone may ask
+    :param origins: whose pages browsers may let ask, such as https://chat.example, or `*` for all; others' may not
     """
     keys = keys or Keys()
     service.model.metrics.watch(keys.accounts)
     app = FastAPI(title="Lilliput", description="A model in a swarm, as OpenAI's clients expect it", docs_url=None,
                   redoc_url=None, default_response_class=Json)  # fmt: skip
-    visits = Visits(Counted(Door(app, keys), service.model.metrics))
+    door: ASGIApp = Door(app, keys)
+    if origins:  # before the door: a browser asks whether it may ask, and brings no key with that
+        door = CORSMiddleware(door, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+                              expose_headers=_EXPOSED)  # fmt: skip
+    visits = Visits(Counted(door, service.model.metrics))
     _add_api(app, service, visits)
     _add_pages(app, service)
     _add_errors(app)
@@ -138,10 +150,15 @@ def _add_errors(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return refusal(_problem_of_validation(error))
 
-    async def refuse_http(_: HttpRequest, error: Exception) -> Response:
+    async def refuse_http(request: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
-        return refusal(Problem(f"{error.detail}.", status=error.status_code, code=code, headers=error.headers))
+        what = f"{request.method} {request.url.path[:_SHOWN]}"
+        message, code = {
+            400: ("The request is not JSON.", "invalid_json"),  # of those that no parser of JSON can read at all
+            404: (f"There is no {what} here.", "unknown_url"),
+            405: (f"There is no {what} here; that address takes another method.", "method_not_supported"),
+        }.get(error.status_code, (f"{error.detail}.", None))
+        return refusal(Problem(message, status=error.status_code, code=code, headers=error.headers))
 
     app.add_exception_handler(RequestValidationError, refuse_invalid)
     app.add_exception_handler(HTTPException, refuse_http)
@@ -162,7 +179,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _problem_of_validation(error: RequestValidationError) -> Problem:
-    first = error.errors()[0]
+    first = _telling(error.errors())
     param = _param(first["loc"][1:], error.body)
     if first["type"] == "json_invalid":
         return Problem("The request is not JSON.", code="invalid_json")
@@ -172,8 +189,22 @@ def _problem_of_validation(error: RequestValidationError) -> Problem:
         )
     if first["type"] == "value_error":  # our own words
         return Problem(f"{first['msg'].removeprefix('Value error, ')}.", param=param, code="invalid_value")
+    if len(first["loc"]) == 1:  # the body itself
+        return Problem("The request has to be a JSON object.", code="invalid_json")
     where = f"Invalid value for {param!r}: " if param else ""
     return Problem(f"{where}{first['msg']}.", param=param, code="invalid_value")
+
+
+def _telling(errors: Sequence[Any]) -> Any:
+    """The first error; where a value may be of several kinds, the one of the kind that it comes nearest to."""
+
+    def nearness(error: Any) -> tuple[bool, int]:
+        return not error["type"].endswith("_type"), len(error["loc"])
+
+    first = errors[0]
+    if not first["type"].endswith("_type"):
+        return first
+    return max((error for error in errors if error["loc"][:2] == first["loc"][:2]), key=nearness)
 
 
 def _param(location: Sequence[str | int], body: Any) -> str | None:

@@ -36,6 +36,8 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # the server sends no body with the answer to that
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         with contextlib.ExitStack() as leaving:
             try:

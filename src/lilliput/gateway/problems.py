@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: after so many seconds a swarm that cannot answer now is worth another try
 _RETRY_SECONDS = 5
+#: for programs, where nothing more exact is known
+_CODES = {400: "invalid_value", 408: "request_timeout", 415: "unsupported_media_type"}
 
 
 class Problem(Exception):
@@ -45,7 +47,8 @@ class Problem(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
+        self.message, self.status, self.kind, self.param = message, status, kind, param
+        self.code = code or _CODES.get(status)
         self.headers = dict(headers or {})
 
     @property

@@ -28,6 +28,8 @@ from lilliput.swarm.held_model import HeldModel
 _COMPLETION_TOKENS = 16
 #: answers that one request may ask for
 _MOST_ANSWERS = 64
+#: of a name that nothing has
+_SHOWN = 100
 
 
 @dataclass
@@ -148,7 +150,7 @@ class Service:
         model = self.model.called(name)
         if model is None:
             raise Problem(
-                f"The model {name!r} does not exist here. This server has {self.model.name!r}.",
+                f"The model {name[:_SHOWN]!r} does not exist here. This server has {self.model.name!r}.",
                 status=404,
                 param="model",
                 code="model_not_found",

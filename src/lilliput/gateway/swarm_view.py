@@ -60,7 +60,7 @@ class SwarmView:
             remote.name, remote.blocks, records, dict(round_trips), remote.fingerprint, connection.banned()
         )
         more = {
-            "path": await self._path(round_trips),
+            "path": None if held.missing() else await self._path(round_trips),
             "requests": {"running": self._places.taken, "waiting": self._places.waiting},
             "started_at": self._model.created,
             "version": lilliput.__version__,
