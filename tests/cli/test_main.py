@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -236,3 +237,33 @@ def test_a_signal_while_the_interpreter_winds_up_shows_no_traceback(number: int)
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1 2"])
+def test_closed_standard_streams_are_as_good_as_the_null_device(closed: str) -> None:
+    shut = " ".join(f"{number}>&-" for number in closed.split())
+    code = (
+        "import os, sys; from lilliput.cli import process; process.open_standard_streams(); "
+        "print('text', file=sys.stdout, flush=True); print('text', file=sys.stderr, flush=True); "
+        "sys.exit(3 if os.open(os.devnull, os.O_RDONLY) <= 2 else 7)"
+    )
+    command = ["sh", "-c", f'"$0" -c "$1" {shut}', sys.executable, code]
+    assert subprocess.run(command, capture_output=True, timeout=60).returncode == 7
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_one_line(demo_model: ModelFiles) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "lilliput.cli", "fetch"]
+        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert shown.returncode == 1
+    assert shown.stderr == "No space left on device: free some space there, and try again.\n"
+
+
+def test_a_full_disk_is_no_fault_of_ours() -> None:
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/models/part")
+
+    shown = CliRunner().invoke(guarded_app(fill))
+    assert shown.exit_code == 1
+    assert shown.output.startswith("No space left on device (/models/part): free some space")

@@ -7,8 +7,11 @@ Whatever a command raises ends here, as one line for a person.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -42,6 +45,17 @@ from lilliput.errors import LilliputError
 
 P = ParamSpec("P")
 
+#: what the machine lacks, and what a person can do about it
+_LACKS = {
+    errno.ENOSPC: "free some space there",
+    errno.EDQUOT: "free some space there",
+    errno.EFBIG: "let files become larger (ulimit -f), or write to another disk",
+    errno.EROFS: "write to another disk (HF_HOME and XDG_CACHE_HOME say where models are kept)",
+    errno.EMFILE: "let processes open more files (ulimit -n)",
+    errno.ENFILE: "end some programs",
+    errno.EIO: "check the disk",
+}
+
 app = typer.Typer(
     name="lilliput",
     help="Many small machines hold one giant language model.",
@@ -59,6 +73,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
+            if sys.stdout:
+                sys.stdout.flush()  # what fails later ends as several lines of Python's
         except LilliputError as error:
             _fail(str(error))
         except KeyboardInterrupt:
@@ -66,6 +82,9 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _LACKS:
+                where = f" ({error.filename})" if error.filename else ""
+                _fail(f"{error.strerror}{where}: {_LACKS[error.errno]}, and try again.")
             _fail(f"Something is wrong in Lilliput itself: {type(error).__name__}: {error}  (--debug shows where)")
 
     return run
@@ -78,6 +97,11 @@ def _fail(message: str) -> NoReturn:
         logging.getLogger("lilliput").critical(message)
     else:
         typer.secho(" ".join(message.split()), fg="red", err=True)
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):  # what it holds back would fail again as the interpreter ends
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise typer.Exit(1)
 
 
@@ -132,6 +156,7 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Run the command line. SIGTERM ends a command as an exception does, so that what it started is cleared away."""
+    process.open_standard_streams()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         app()

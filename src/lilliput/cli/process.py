@@ -15,9 +15,23 @@ from types import FrameType
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_STDERR = 2
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SPIN_COUNT = "10000"
 _SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
+
+
+def open_standard_streams() -> None:
+    """Where standard input, output or error is closed, have nothing there.
+
+    Else what is opened next, a socket or a file, gets that number: libuv aborts, and others write into it.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 @cache
