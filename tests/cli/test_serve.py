@@ -32,10 +32,11 @@ def test_a_span_that_is_none(span: str) -> None:
     assert "is not a span of blocks such as 0:10" in shown.stderr
 
 
-def test_a_rate_that_is_none() -> None:
-    shown = invoke("serve", "smollm2", "--peer-rate", "fast")
+@pytest.mark.parametrize("size", ["fast", "8", "0GB"])
+def test_a_size_that_is_none(size: str) -> None:
+    shown = invoke("serve", "smollm2", "--peer-rate", size)
     assert shown.exit_code == 2
-    assert "'fast' is not a size such as 8GB" in shown.stderr
+    assert f"'{size}' is not a size such as 8GB" in shown.stderr
 
 
 def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:

@@ -42,4 +42,8 @@ def test_as_json_with_each_network_measured(peers: list[str]) -> None:
 
 def test_an_empty_text(peers: list[str]) -> None:
     shown = invoke("trace", "smollm2", *peers, "--prompt", "")
-    assert (shown.exit_code, shown.stdout, shown.stderr.splitlines()[-1]) == (1, "", "The text is empty.")
+    assert (shown.exit_code, shown.stdout, shown.stderr.splitlines()[-1]) == (
+        1,
+        "",
+        "There is no text: give it with --prompt.",
+    )

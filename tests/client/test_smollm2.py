@@ -98,3 +98,7 @@ def test_a_sliced_prefix(local: Any, remote: Any, tokenizer: Any) -> None:
     logits = remote.lm_head(remote.model.norm(cut[:, -20:]))
     expected = local(ids, logits_to_keep=20).logits
     assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_the_tokenizer_is_found_where_the_model_says(remote: Any, demo_model: ModelFiles) -> None:
+    assert remote.name_or_path == remote.config.name_or_path == str(demo_model.path)

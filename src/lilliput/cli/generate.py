@@ -112,5 +112,5 @@ def _text(prompt: str | None) -> str:
             raise BadRequest("Give a text with --prompt, or on standard input.")
         prompt = sys.stdin.buffer.read().decode(errors="replace").removesuffix("\n")
     if not prompt.strip():
-        raise BadRequest("The text is empty.")
+        raise BadRequest("There is no text: give it with --prompt, or on standard input.")
     return prompt

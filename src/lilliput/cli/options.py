@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)", re.IGNORECASE)  # 8 alone may be meant as 8 GB
 
 #: a required MODEL where the command gives no default
 Model = Annotated[
@@ -101,7 +101,7 @@ def listen_address(host: str, port: int) -> str:
 def parse_size(text: str, option: str) -> int:
     """`8GB`, `512MiB`, `1.5 G` in bytes."""
     found = _SIZE.fullmatch(text.strip())
-    size = float(found[1]) * _UNITS[found[2].upper()] if found else 0
+    size = float(found[1]) * _UNITS[(found[2] or "").upper()] if found else 0
     if size < 1:
         raise typer.BadParameter(f"{text!r} is not a size such as 8GB or 512MiB", param_hint=option)
     return int(size)

@@ -68,7 +68,7 @@ def trace(
     ) as language_model:
         ids = language_model.encode(prompt)
         if not ids:
-            raise BadRequest("The text is empty.")
+            raise BadRequest("There is no text: give it with --prompt.")
         found = _generate(language_model, ids, new_tokens, push)
     if as_json:
         print(json.dumps(found.facts(), indent=2))

@@ -54,6 +54,8 @@ def load_ends(files: ModelFiles, first_block: nn.Module, *, dtype: torch.dtype) 
     model = load_with_holes(
         files, AutoModelForCausalLM, keep_ends(first_block), "ends", dtype=dtype, attention=ATTENTION
     )
+    # not the view that it was read through: the tokenizer is found there, too
+    model.name_or_path = model.config.name_or_path = str(files.path)
     if getattr(model, "generation_config", None) is not None:
         # a family's choice of cache does not concern us: ours is handed to generate()
         model.generation_config.cache_implementation = None

@@ -19,10 +19,12 @@ def checked(address: str, *, needs_peer: bool = False, needs_port: bool = False)
     try:
         parsed = Multiaddr(str(address))
         names = {protocol.name for protocol in parsed.protocols()}
-        if needs_peer:
+        if needs_peer and "p2p" in names:
             PeerID.from_base58(parsed["p2p"])
     except Exception as e:  # the parser raises whatever comes to it
         raise BadRequest(f"{address!r} is not an address such as {example}") from e
+    if needs_peer and "p2p" not in names:
+        raise BadRequest(f"{address!r} lacks the peer's id; an address looks like {example}")
     if not names & {"tcp", "udp", "p2p-circuit"}:
         raise BadRequest(f"{address!r} names no port; an address looks like {example}")
     if needs_port and any(name in names and parsed[name] == "0" for name in ("tcp", "udp")):

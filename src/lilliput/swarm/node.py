@@ -180,9 +180,13 @@ class Node:
         return self._keepers[key]
 
     async def addresses(self) -> list[str]:
-        """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere."""
+        """Full addresses (with `/p2p/ID`) under which this peer can be reached; none if it listens nowhere.
+
+        Those of this machine alone come last.
+        """
         try:
-            return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+            found = [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+            return sorted(found, key=lambda address: address.startswith(("/ip4/127.", "/ip6/::1/")))
         except ValueError:
             return []
 
