@@ -45,6 +45,20 @@ def test_a_dtype_that_is_none(demo_model: ModelFiles) -> None:
     assert "unknown dtype 'float8'" in shown.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("device", "error"),
+    [
+        ("tpu3", "'tpu3' is no device such as cpu, cuda or cuda:1"),
+        ("meta", "there is no device meta here"),
+        ("cuda:99", "there is no device cuda:99 here"),
+    ],
+)
+def test_a_device_that_is_not_there(demo_model: ModelFiles, device: str, error: str) -> None:
+    shown = invoke("serve", "smollm2", "--blocks", "0:1", "--device", device, "--host", "127.0.0.1")
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert error in shown.stderr.splitlines()[-1]
+
+
 def test_a_cache_larger_than_the_machine(demo_model: ModelFiles) -> None:
     shown = invoke("serve", "smollm2", "--blocks", "0:1", "--cache-tokens", "999999999999", "--host", "127.0.0.1")
     assert (shown.exit_code, shown.stdout) == (1, "")

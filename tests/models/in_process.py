@@ -6,6 +6,7 @@ The ends, the gate, the cache, the engines and the spans are the real ones; only
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,10 +22,13 @@ from lilliput.engine.scheduler import Budget
 from lilliput.engine.session import Step, StepOutput
 from lilliput.errors import LilliputError
 from lilliput.models.ends import load_ends
+from lilliput.models.machine import device_called
 from lilliput.models.sources import ModelFiles
 from lilliput.models.span import Span
 
 _SECONDS = 30
+#: `LILLIPUT_TEST_DEVICE=cuda make models` proves the families on a GPU
+DEVICE = device_called(os.environ.get("LILLIPUT_TEST_DEVICE", "cpu"))
 
 
 class LocalModel:
@@ -38,7 +42,7 @@ class LocalModel:
     ) -> None:
         self.engines = [
             Engine(
-                Span.load(files, start, end, dtype=torch.float32),
+                Span.load(files, start, end, dtype=torch.float32, device=DEVICE),
                 pages=64,
                 page_size=16,
                 budget=Budget(alone=24, beside_decode=7),  # small, so that prefixes are computed in slices

@@ -71,6 +71,7 @@ def serve(
     nat: Nat = False,
     relay: Relay = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="What computes: cpu, cuda, or one of several such as cuda:1.")] = "cpu",
     quantize: Annotated[
         str | None, typer.Option(help="int8 or int4: keep the weights in fewer bits.", show_default="no")
     ] = None,
@@ -169,6 +170,7 @@ def serve(
                 swarm_key=swarm_key or None,
                 name=name,
                 dtype=dtype,
+                device=device,
                 quantize=quantize,
                 cache_dtype=cache_dtype,
                 cache_tokens=cache_tokens,

@@ -206,7 +206,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._work()
+            with self.span.on_device():
+                self._work()
         except Exception:  # whoever waits, or comes later, is told rather than left waiting
             logger.critical("the engine has failed, and computes no more", exc_info=True)
         finally:
@@ -237,6 +238,7 @@ class Engine:
             while queue.steps and not queue.steps[0].begun:
                 step = queue.steps[0]
                 try:
+                    step.to(self.span.device)
                     session.begin(step, self.span.hidden_size, self.span.dtype)
                     if step.mask is not None:
                         step.whole = looks_ahead(step.mask, session.length)
@@ -298,7 +300,7 @@ class Engine:
             first = ordered[0].session
             with self._cores(hidden.shape[0]):
                 begun = time.perf_counter()
-                outputs = self.span.paged(hidden, batch, self.cache.blocks, first.start, first.end)
+                outputs = self.span.paged(hidden, batch, self.cache.blocks, first.start, first.end).cpu()
         except Exception as e:
             if len(slices) > 1:  # one of them broke it; the others need not suffer
                 for s in slices:

@@ -39,6 +39,7 @@ class Passes:
     def add(self, job: Pass) -> None:
         """Begin a pass; `job.done` is called with its result, or with what is wrong with it."""
         try:
+            job.to(self._span.device)
             check_pass(job, self._span.hidden_size, self._span.dtype)
         except LilliputError as e:
             job.done(e)
@@ -74,7 +75,7 @@ class Passes:
             self._running.rotate(-1)
         except StopIteration as finished:
             self._running.popleft()
-            job.done(finished.value)
+            job.done(finished.value.cpu())
         except Exception as e:
             logger.exception("a training pass failed")
             self._running.popleft()

@@ -8,6 +8,7 @@ import torch
 
 from lilliput.engine.engine import Engine
 from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.models.span import CPU
 
 _PREFIX_TOKENS = 64
 _DECODE_STEPS = 5
@@ -47,7 +48,7 @@ def throughput(engine: Engine) -> float:
 
 def _try_threads(engine: Engine, rows: int) -> None:
     candidates = engine.threads.candidates()
-    if len(candidates) == 1:
+    if len(candidates) == 1 or engine.span.device != CPU:
         return
     seconds: dict[int, float] = {}
     with _Session(engine, rows, engine.pool.page_size) as session:

@@ -53,6 +53,12 @@ class Step:
     done: Callable[[StepOutput | LilliputError], None] = lambda result: None
     arrived: float = field(default_factory=time.perf_counter)
 
+    def to(self, device: torch.device) -> None:
+        """Bring its tensors to a device."""
+        for name in ("hidden", "mask", "position_ids", "prompts"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.to(device))
+
     # progress, kept by the engine
     begun: bool = False
     offset: int = 0

@@ -38,6 +38,12 @@ class Pass:
     done: Callable[[torch.Tensor | LilliputError], None] = field(default=lambda result: None)
     given_up: bool = False
 
+    def to(self, device: torch.device) -> None:
+        """Bring its tensors to a device."""
+        for name in ("hidden", "grad", "mask", "position_ids", "prompts"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.to(device))
+
 
 def check_pass(job: Pass, hidden_size: int, dtype: torch.dtype) -> None:
     """Raise `BadRequest` if the tensors do not fit each other, or hold more than numbers of the span's `dtype`."""

@@ -92,6 +92,14 @@ class PackedLinear(FrozenLinear):
             except RuntimeError:  # this processor has no kernel for this dtype
                 self._ops = None
 
+    def to(self, device: torch.device) -> PackedLinear:
+        """The layer on a device; itself if it is there."""
+        weight = self._weight if self._packed is None else self._packed
+        if weight.device == device:
+            return self
+        plain = self._weight if self._packed is None else self._packed.to_dense()
+        return PackedLinear(plain.to(device), None if self.bias is None else self.bias.to(device))
+
     @classmethod
     def joined(cls, *layers: nn.Linear) -> PackedLinear:
         """Several layers of the same input as one, outputs side by side."""

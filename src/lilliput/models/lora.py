@@ -27,6 +27,9 @@ class LowRank:
         self._b = PackedLinear((b.float() * scaling).to(dtype))
         self.nbytes = (a.numel() + b.numel()) * dtype.itemsize
 
+    def to(self, device: torch.device) -> None:
+        self._a, self._b = self._a.to(device), self._b.to(device)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         return self._b(self._a(x))
@@ -41,6 +44,11 @@ class Adapter:
 
     name: str
     layers: Mapping[int, Mapping[str, LowRank]]
+
+    def to(self, device: torch.device) -> None:
+        for block in self.layers.values():
+            for layer in block.values():
+                layer.to(device)
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ rows without caches, differentiable, for training and scoring. Either runs any p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from lilliput.models.memory import giving_back
 from lilliput.models.paged_cache import Group, PagedCache, Pools, divide
 from lilliput.models.sources import ModelFiles
 
+CPU = torch.device("cpu")
 #: a trial run decides whether a fused block equals the family's own: the median error relative to the median output.
 #: (Medians, since one enormous activation, which some models have, would drown all others.)
 _TRIAL_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}
@@ -57,9 +59,11 @@ class Span:
         end: int,
         *,
         cache_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
         fuse: bool = True,
     ) -> None:
         self._base: Any = base_of(model)
+        self.device = device
         self.start, self.end = start, end
         self.dtype: torch.dtype = model.dtype
         self.cache_dtype = cache_dtype or self.dtype
@@ -70,12 +74,14 @@ class Span:
         self._layers = {index: dict(_linear_layers(blocks[index])) for index in range(start, end)}
         self._listening: set[tuple[int, str]] = set()
         self.adapters: dict[str, Adapter] = {}
-        adapt(self._base, list(blocks)[start:end])
+        with self.on_device():
+            adapt(self._base, list(blocks)[start:end])
         for index in range(start, end):
             blocks[index] = SpanBlock(blocks[index], index)
         self._fused: dict[int, FusedBlock] | None = None
         self.shapes: dict[int, AttentionShape] = {}
-        self._try_out(blocks, fuse)
+        with self.on_device():
+            self._try_out(blocks, fuse)
         self.groups = divide({i: (shape.window, self._cache_numbers(shape)) for i, shape in self.shapes.items()})
 
     @classmethod
@@ -88,25 +94,34 @@ class Span:
         dtype: torch.dtype,
         quantize: str | None = None,
         cache_dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
         fuse: bool = True,
     ) -> Span:
         """Read blocks `[start, end)` of a model's files, and nothing else.
 
         :param quantize: None, or one of `quantization.KINDS`: the weights of linear layers
         :param cache_dtype: `dtype` by default, or int8, with a scale for each head and token
+        :param device: that computes. Blocks come to it part by part, so the machine's memory need not hold them all.
         """
         quantization.check(quantize)
+        if quantize is not None and device != CPU:
+            raise ModelError(f"{quantize} weights are for the processor's kernels; leave --quantize or --device out")
 
         def read(start: int, end: int) -> PreTrainedModel:
             part, punch = (start, end), keep_span(start, end)
             return load_with_holes(files, AutoModel, punch, part, dtype=dtype, attention=ATTENTION)
 
         with giving_back():
-            return cls(_read_in_parts(read, start, end, quantize), start, end, cache_dtype=cache_dtype, fuse=fuse)
+            model = _read_in_parts(read, start, end, quantize, device)
+            return cls(model, start, end, cache_dtype=cache_dtype, device=device, fuse=fuse)
 
     @property
     def fused(self) -> bool:
         return self._fused is not None
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """In here, in this thread, tensors are made on the span's device unless another is named."""
+        return nullcontext() if self.device == CPU else self.device
 
     def add_adapter(self, name: str, folder: str | Path) -> None:
         """Read a LoRA adapter in PEFT's format, for these blocks only. Raises `ModelError`."""
@@ -114,6 +129,7 @@ class Span:
             raise ModelError(f"two adapters are called {name}")
         blocks: Any = blocks_of(self._base)
         adapter = read_adapter(name, folder, self._layers, blocks=len(blocks), lists=self._list_name, dtype=self.dtype)
+        adapter.to(self.device)
         self.adapters[name] = adapter
         if self._fused is not None:
             return
@@ -150,7 +166,8 @@ class Span:
         :param divided: a page holds tokens for one of `groups`; else for all blocks
         """
         groups = self.groups if divided else [Group(tuple(self.shapes))]
-        return PagedCache(self.shapes, groups, pages=pages, page_size=page_size, dtype=self.cache_dtype)
+        with self.on_device():
+            return PagedCache(self.shapes, groups, pages=pages, page_size=page_size, dtype=self.cache_dtype)
 
     @torch.inference_mode()
     def paged(self, hidden: torch.Tensor, batch: PackedBatch, pools: Pools, start: int, end: int) -> torch.Tensor:
@@ -213,8 +230,8 @@ class Span:
 
         Raises `UnsupportedModel` if the family means something that would be computed otherwise.
         """
-        generator = torch.Generator().manual_seed(0)
-        hidden = (torch.randn(2, 5, self.hidden_size, generator=generator) * _TRIAL_SCALE).to(self.dtype)
+        random = torch.randn(2, 5, self.hidden_size, device=CPU, generator=torch.Generator().manual_seed(0))
+        hidden = (random * _TRIAL_SCALE).to(self.device, self.dtype)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 4, 5, 6, 7]])
         call = Call(self.start, self.end, recorded=self.shapes, trials={})
         with torch.no_grad():
@@ -277,19 +294,20 @@ def _linear_layers(block: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _read_in_parts(
-    read: Callable[[int, int], PreTrainedModel], start: int, end: int, quantize: str | None
+    read: Callable[[int, int], PreTrainedModel], start: int, end: int, quantize: str | None, device: torch.device
 ) -> PreTrainedModel:
     """Blocks `[start, end)`, of which only a few at a time are there as their files have them."""
     model = read(start, start + 1)
     blocks = blocks_of(model)
     size = sum(parameter.nbytes for parameter in blocks[start].parameters())
     many = max(1, _PART_BYTES // max(1, size))
+    model.to(device)  # type: ignore[arg-type]
     if quantize is not None:
         quantization.quantize(blocks[start], quantize)
     for begin in range(start + 1, end, many):
         part = blocks_of(read(begin, min(begin + many, end)))
         for index in range(begin, min(begin + many, end)):
-            blocks[index] = part[index]
+            blocks[index] = part[index].to(device)
             if quantize is not None:
                 quantization.quantize(blocks[index], quantize)
     return model

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import psutil
 import torch
 
 from lilliput.engine.engine import Engine
@@ -19,8 +18,9 @@ from lilliput.engine.table import kept_tokens
 from lilliput.errors import ModelError
 from lilliput.models.adapters import check_adapter
 from lilliput.models.holes import read_config
+from lilliput.models.machine import device_called, memory_of
 from lilliput.models.sources import ModelFiles, resolve
-from lilliput.models.span import Span
+from lilliput.models.span import CPU, Span
 from lilliput.server.admission import Admission, longest_row
 from lilliput.server.options import ServerOptions
 from lilliput.server.service import Service
@@ -54,6 +54,7 @@ def load(
 ) -> Loaded:
     """Read blocks `[start, end)` and start an engine for them, which is the caller's to stop. Raises `ModelError`."""
     start, end = blocks
+    device = device_called(options.device)
     progress("finding the model")
     files = model if isinstance(model, ModelFiles) else resolve(model, weights=False)
     config = read_config(files)
@@ -74,12 +75,13 @@ def load(
             dtype=DTYPES[options.dtype],
             quantize=options.quantize,
             cache_dtype=torch.int8 if options.cache_dtype == "int8" else None,
+            device=device,
         )
         for name, folder in options.adapters.items():
             progress(f"reading the adapter {name}")
             span.add_adapter(name, folder)
         pages = _cache_pages(span, options.cache_tokens)
-        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=not options.threads)
+        engine = Engine(span, pages=pages, page_size=_PAGE_SIZE, take_turns=device == CPU and not options.threads)
     engine.start()
     progress("measuring")
     throughput = measure(engine)
@@ -129,16 +131,16 @@ def clear_away() -> None:
 
 def _cache_pages(span: Span, tokens: int | None) -> int:
     """For a cache of so many tokens in all blocks, or of what fits. Raises `ModelError`."""
-    memory = psutil.virtual_memory()
+    free, total = memory_of(span.device)
     page = span.new_cache(1, _PAGE_SIZE).nbytes * len(span.groups)
     if tokens is None:
-        fitting = int(memory.available * _CACHE_SHARE) // page * _PAGE_SIZE
+        fitting = int(free * _CACHE_SHARE) // page * _PAGE_SIZE
         tokens = max(1024, min(_MOST_CACHE_TOKENS, fitting))
     pages = max(1, tokens // _PAGE_SIZE)
-    if pages * page > memory.total:
+    if pages * page > total:
         raise ModelError(
-            f"a cache for {tokens:,} tokens of these blocks takes {pages * page / 2**30:,.1f} GiB, this machine has "
-            f"{memory.total / 2**30:,.1f}: give fewer --cache-tokens, or none for what fits"
+            f"a cache for {tokens:,} tokens of these blocks takes {pages * page / 2**30:,.1f} GiB, {span.device} has "
+            f"{total / 2**30:,.1f}: give fewer --cache-tokens, or none for what fits"
         )
     return pages
 
@@ -148,7 +150,8 @@ def _enough_memory(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "allocate memory" not in str(e):  # as torch says it
+        lacking = isinstance(e, MemoryError | torch.cuda.OutOfMemoryError)
+        if not lacking and "allocate memory" not in str(e):  # as torch says it of the machine's own
             raise
         raise ModelError(
             f"there is not enough memory for {what} and a cache; serve fewer blocks, or --quantize them, or give fewer "

@@ -19,6 +19,7 @@ class ServerOptions:
 
     :ivar name: what people shall see instead of the peer id's end
     :ivar dtype: float32, bfloat16 or float16
+    :ivar device: that computes: cpu, cuda, or one of several, such as cuda:1
     :ivar quantize: None, int8 or int4: the weights of linear layers
     :ivar cache_dtype: of the attention cache: None, which is `dtype`, or int8
     :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
@@ -38,6 +39,7 @@ class ServerOptions:
 
     name: str = ""
     dtype: str = "bfloat16"
+    device: str = "cpu"
     quantize: str | None = None
     cache_dtype: str | None = None
     cache_tokens: int | None = None

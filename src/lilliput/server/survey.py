@@ -11,9 +11,11 @@ from lilliput.engine.engine import Engine
 from lilliput.engine.probe import throughput
 from lilliput.errors import ModelError
 from lilliput.models.facts import ModelFacts
+from lilliput.models.machine import device_called, memory_of
 from lilliput.models.plan import blocks_that_fit
 from lilliput.models.sample import sample_span
 from lilliput.models.sources import ModelFiles, resolve
+from lilliput.models.span import CPU
 from lilliput.server.loading import DTYPES
 from lilliput.server.options import ServerOptions
 from lilliput.swarm.node import Node
@@ -71,9 +73,7 @@ def survey(model: str | ModelFiles, options: ServerOptions, progress: Callable[[
 
 
 def _fitting(facts: ModelFacts, options: ServerOptions) -> int:
-    import psutil
-
-    memory = int(psutil.virtual_memory().available * _MEMORY_SHARE)
+    memory = int(memory_of(device_called(options.device))[0] * _MEMORY_SHARE)
     fitting = blocks_that_fit(
         facts, options.dtype, options.quantize, memory, options.cache_tokens or _LEAST_CACHE_TOKENS
     )
@@ -87,8 +87,10 @@ def _fitting(facts: ModelFacts, options: ServerOptions) -> int:
 
 def _block_rate(files: ModelFiles, options: ServerOptions) -> float | None:
     try:
-        span = sample_span(files, dtype=DTYPES[options.dtype], quantize=options.quantize)
-        engine = Engine(span, pages=_SAMPLE_PAGES, page_size=_PAGE_SIZE, take_turns=not options.threads)
+        device = device_called(options.device)
+        span = sample_span(files, dtype=DTYPES[options.dtype], quantize=options.quantize, device=device)
+        turns = device == CPU and not options.threads
+        engine = Engine(span, pages=_SAMPLE_PAGES, page_size=_PAGE_SIZE, take_turns=turns)
         engine.start()
         try:
             throughput(engine)  # the first time is not like the others
