@@ -22,13 +22,12 @@ from lilliput.engine.scheduler import Budget
 from lilliput.engine.session import Step, StepOutput
 from lilliput.errors import LilliputError
 from lilliput.models.ends import load_ends
-from lilliput.models.machine import device_called
 from lilliput.models.sources import ModelFiles
 from lilliput.models.span import Span
 
 _SECONDS = 30
 #: `LILLIPUT_TEST_DEVICE=cuda make models` proves the families on a GPU
-DEVICE = device_called(os.environ.get("LILLIPUT_TEST_DEVICE", "cpu"))
+DEVICE = torch.device(os.environ.get("LILLIPUT_TEST_DEVICE", "cpu"))
 
 
 class LocalModel:
@@ -161,6 +160,9 @@ class _Dense(nn.Module):
         self._engines, self.adapter = engines, ""
 
     def forward(self, hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-        for engine in self._engines:
-            hidden = engine.span.dense(hidden, engine.span.start, engine.span.end, adapter=self.adapter, **options)
-        return hidden
+        hidden = hidden.to(DEVICE)
+        options = {name: x if x is None else x.to(DEVICE) for name, x in options.items()}
+        for span in (engine.span for engine in self._engines):
+            with span.on_device():
+                hidden = span.dense(hidden, span.start, span.end, adapter=self.adapter, **options)
+        return hidden.cpu()
