@@ -20,6 +20,7 @@ from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models import quantization
 from lilliput.models.call import ATTENTION
 from lilliput.models.experts import QuantizedExperts
+from lilliput.models.fused import LooseLinear
 from lilliput.models.holes import blocks_of, keep_span, load_with_holes
 from lilliput.models.int4_linear import Int4Linear
 from lilliput.models.int8_linear import Int8Linear
@@ -255,3 +256,12 @@ def test_only_a_part_of_a_span_is_ever_there_in_full(
     hidden = torch.randn(1, 24, in_parts.hidden_size)
     at_once = Span.load(files, 0, 4, dtype=torch.float32, quantize=kind)
     assert difference(in_parts.dense(hidden, 0, 4), at_once.dense(hidden, 0, 4)) < 1e-5
+
+
+def test_layers_of_a_family_side_by_side_are_differentiable() -> None:
+    layers = [torch.nn.Linear(32, outputs, bias=False).requires_grad_(False) for outputs in (8, 24)]
+    grad, weight = torch.randn(5, 32), torch.cat([layer.weight for layer in layers])
+    assert torch.allclose(LooseLinear(layers).backward(grad), grad @ weight, atol=1e-5)
+    quantized = [QuantizedModule(Int8Linear.of(layer.weight, None)) for layer in layers]
+    weight = torch.cat([module.layer.dequantized() for module in quantized])
+    assert torch.allclose(LooseLinear(quantized).backward(grad), grad @ weight, atol=1e-4)

@@ -55,9 +55,7 @@ class Step:
 
     def to(self, device: torch.device) -> None:
         """Bring its tensors to a device."""
-        for name in ("hidden", "mask", "position_ids", "prompts"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, tensor.to(device))
+        bring(self, ("hidden", "mask", "position_ids", "prompts"), device)
 
     # progress, kept by the engine
     begun: bool = False
@@ -291,6 +289,13 @@ class CacheSession:
                 known.extend(keys)
                 for table in self.tables:
                     table.publish(row, first, known[(first + 1) * grains - 1 :: grains])
+
+
+def bring(record: object, names: Sequence[str], device: torch.device) -> None:
+    """Have the tensors of these names on a device, as far as there are any."""
+    for name in names:
+        if (tensor := getattr(record, name)) is not None:
+            setattr(record, name, tensor.to(device))
 
 
 def as_finite(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

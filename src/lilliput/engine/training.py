@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lilliput.engine.packing import attend_to_self
-from lilliput.engine.session import as_finite
+from lilliput.engine.session import as_finite, bring
 from lilliput.errors import BadRequest, LilliputError
 from lilliput.models.span import Span
 
@@ -40,9 +40,7 @@ class Pass:
 
     def to(self, device: torch.device) -> None:
         """Bring its tensors to a device."""
-        for name in ("hidden", "grad", "mask", "position_ids", "prompts"):
-            if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, tensor.to(device))
+        bring(self, ("hidden", "grad", "mask", "position_ids", "prompts"), device)
 
 
 def check_pass(job: Pass, hidden_size: int, dtype: torch.dtype) -> None:

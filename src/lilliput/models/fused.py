@@ -65,7 +65,10 @@ class LooseLinear(FrozenLinear):
         return torch.cat([part(x) for part in self._parts], dim=-1)
 
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("loose layers are for trials")
+        parts = zip(self._parts, grad.split([part.out_features for part in self._parts], dim=-1), strict=True)
+        return torch.stack(
+            [part.layer.backward(g) if type(part) is QuantizedModule else g @ part.weight for part, g in parts]
+        ).sum(dim=0)
 
     def packed(self) -> FrozenLinear:
         """The layer as its kernel reads it fastest. The family's modules lose their weights: both would not fit."""

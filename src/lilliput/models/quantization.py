@@ -40,7 +40,7 @@ class QuantizedModule(nn.Module):
 def check(kind: str | None) -> None:
     """Raise `ModelError` for a quantization that does not exist, or not here."""
     if kind == "nf4":
-        raise ModelError("nf4 needs bitsandbytes and a CUDA device; servers compute on the processor. Take int4.")
+        raise ModelError("nf4 needs bitsandbytes and a CUDA device; fewer bits are for the processor here. Take int4.")
     if kind is not None and kind not in _KINDS:
         raise ModelError(f"unknown quantization {kind!r}; known are {', '.join(_KINDS)}")
     ops = torch.ops.aten
