@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from lilliput.errors import ModelError
 from lilliput.models.linear import joined_bias
 from lilliput.models.quantized_linear import QuantizedLinear, slices
 
@@ -46,6 +47,13 @@ class Int4Linear(QuantizedLinear):
         if block is None or self.out_features % block:
             self._pairs, block = codes[:, ::2] | (codes[:, 1::2] << 4), min(_BLOCKS)
         self._block: int = block
+
+    @classmethod
+    def check(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ModelError("int4 is for the processor's kernels; on other devices take nf4, which is as small, or int8")
+        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+            raise ModelError(f"torch {torch.__version__} has no kernels for int4 weights; take a newer one")
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:

@@ -27,6 +27,11 @@ class QuantizedLinear(FrozenLinear):
 
     @classmethod
     @abstractmethod
+    def check(cls, device: torch.device) -> None:
+        """Raise `ModelError` if there are no such layers on this device."""
+
+    @classmethod
+    @abstractmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
         """Quantized from `weight` [out, in]."""
 
