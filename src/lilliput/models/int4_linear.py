@@ -51,7 +51,9 @@ class Int4Linear(QuantizedLinear):
     @classmethod
     def check(cls, device: torch.device) -> None:
         if device.type != "cpu":
-            raise ModelError("int4 is for the processor's kernels; on other devices take nf4, which is as small, or int8")
+            raise ModelError(
+                "int4 is for the processor's kernels; on other devices take nf4, which is as small, or int8"
+            )
         if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
             raise ModelError(f"torch {torch.__version__} has no kernels for int4 weights; take a newer one")
 

@@ -109,7 +109,9 @@ def _integer_product(x: torch.Tensor, packed: Any, scales: torch.Tensor) -> torc
 @functools.cache
 def _takes_codes(device: torch.device) -> bool:
     """Whether torch's own kernel multiplies with codes there, and rightly."""
-    codes = torch.randint(-127, 128, (64, 64), dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0))
+    codes = torch.randint(
+        -127, 128, (64, 64), dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0)
+    )
     x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
     try:
         scales = torch.ones(64, dtype=torch.bfloat16, device=device)

@@ -1,7 +1,7 @@
-"""A linear layer with weights of 4 bits that stand for sixteen unevenly spaced numbers, and a scale for each 32 of an output.
+"""A linear layer with weights of 4 bits that stand for unevenly spaced numbers, and a scale for each 32 of an output.
 
-"NormalFloat" (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): a normal distribution has as much between any two
-neighbours. The kernels are bitsandbytes': for CUDA, and for processors with AVX512-BF16.
+That is NormalFloat (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314): of what is normally distributed, each of
+the sixteen numbers stands for as much. The kernels are bitsandbytes': for CUDA, and for processors with AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def _undo(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tor
 
 @functools.cache
 def has_kernel() -> bool:
-    """Whether bitsandbytes multiplies on this processor, with codes as `_lay_out` arranges them. That is written nowhere,
-    so it is tried."""
+    """Whether bitsandbytes multiplies on this processor, with codes as `_lay_out` arranges them. That is written
+    nowhere, so it is tried."""
     functions = _functions()
     if not functions.has_avx512bf16():
         return False
