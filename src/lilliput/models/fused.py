@@ -75,8 +75,6 @@ class LooseLinear(FrozenLinear):
         parts, self._parts = self._parts, []
         if type(parts[0]) is QuantizedModule:
             made: FrozenLinear = quantization.joined(parts)
-            for part in parts:
-                del part.layer
         else:
             made = PackedLinear.joined(*parts)
             for part in parts:

@@ -13,8 +13,7 @@ from typing import Self
 import torch
 
 from lilliput.errors import ModelError
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 GROUP = 32
 #: from so many tokens on, weights are made wide
@@ -69,10 +68,15 @@ class Int4Linear(QuantizedLinear):
         return cls(codes, both, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([part.t() for layer in layers for _, part in layer._codes()])
-        return cls(codes, torch.cat([layer._scales for layer in layers], dim=1), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        scales = torch.cat([layer._scales for layer in layers], dim=1)
+        codes = torch.empty(scales.shape[1], columns, dtype=torch.uint8)
+        for some, layer in one_by_one(layers):
+            for part, found in layer._codes():
+                codes[some][part] = found.t()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         return torch.cat([part for _, part in self._wide()], dim=1).t()

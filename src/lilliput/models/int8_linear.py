@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 #: numbers in a weight that make it large
 _LARGE = 1 << 22
@@ -65,10 +64,14 @@ class Int8Linear(QuantizedLinear):
         return cls(codes, scales, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([layer._codes() for layer in layers])
-        return cls(codes, torch.cat([layer._scales for layer in layers]), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        scales = torch.cat([layer._scales for layer in layers])
+        codes = scales.new_empty(len(scales), columns, dtype=torch.int8)
+        for some, layer in one_by_one(layers):
+            codes[some] = layer._codes()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         return self._codes().to(self.dtype).mul_(self._scales.to(self.dtype)[:, None])

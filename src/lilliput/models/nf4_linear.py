@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from lilliput.errors import ModelError
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 GROUP = 32
 _KIND = "nf4"
 #: outputs that the processor's kernel keeps together
 _BLOCK = 32
+#: codes that are arranged at a time, so that they stay in the processor's cache
+_AT_A_TIME = 1 << 18
 
 
 class Nf4Linear(QuantizedLinear):
@@ -58,10 +59,15 @@ class Nf4Linear(QuantizedLinear):
         return cls(codes, scales, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes, scales = zip(*(layer._plain() for layer in layers), strict=True)
-        return cls(torch.cat(codes), torch.cat(scales), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        rows = sum(layer.out_features for layer in layers)
+        codes = layers[0]._codes.new_empty(rows, columns // 2)
+        scales = layers[0]._scales.new_empty(rows, columns // GROUP)
+        for some, layer in one_by_one(layers):
+            codes[some], scales[some] = layer._plain()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         codes, scales = self._plain()
@@ -96,11 +102,15 @@ def _lay_out(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, t
     """Codes and scales as the processor's kernel reads them: of each two inputs, 32 outputs side by side, of which the
     first 16 in the low bits; the scales of all outputs for one group after the other. Outputs are filled up."""
     rows, pairs = codes.shape
-    lacking = -rows % _BLOCK
-    codes, scales = F.pad(codes, (0, 0, 0, lacking)), F.pad(scales, (0, 0, 0, lacking))
-    both = torch.stack([codes >> 4, codes & 15], dim=-1).view(-1, 2, _BLOCK // 2, pairs, 2)
-    packed = (both[:, 0] | both[:, 1] << 4).transpose(1, 2)
-    return packed.reshape(-1, pairs), scales.bfloat16().t().contiguous()
+    filled = F.pad(scales, (0, 0, 0, -rows % _BLOCK)).bfloat16().t().contiguous()
+    packed = codes.new_empty(filled.shape[1], pairs)
+    step = max(1, _AT_A_TIME // pairs // _BLOCK) * _BLOCK
+    for begin in range(0, rows, step):
+        some = codes[begin : begin + step]
+        some = F.pad(some, (0, 0, 0, -len(some) % _BLOCK))
+        both = torch.stack([some >> 4, some & 15], dim=-1).view(-1, 2, _BLOCK // 2, pairs, 2)
+        packed[begin : begin + step] = (both[:, 0] | both[:, 1] << 4).transpose(1, 2).reshape(-1, pairs)
+    return packed, filled
 
 
 def _undo(packed: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,6 +47,15 @@ def check(kind: str | None, device: torch.device) -> None:
     _KINDS[kind].check(device)
 
 
+def is_here(kind: str | None, device: torch.device) -> bool:
+    """Whether `check` says nothing against it."""
+    try:
+        check(kind, device)
+    except ModelError:
+        return False
+    return True
+
+
 def quantize(block: nn.Module, kind: str) -> None:
     """Replace a block's linear layers and experts by quantized ones, where a kernel takes their shape.
 
@@ -87,6 +96,8 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def joined(modules: Sequence[QuantizedModule]) -> QuantizedLinear:
-    """Quantized modules of the same input as one layer."""
+    """Quantized modules of the same input as one layer, which is taken away from them."""
     layers = [module.layer for module in modules]
-    return layers[0] if len(layers) == 1 else type(layers[0]).joined(*layers)
+    for module in modules:
+        del module.layer
+    return layers[0] if len(layers) == 1 else type(layers[0]).joined(layers)

@@ -20,7 +20,6 @@ from lilliput.engine import probe
 from lilliput.engine.engine import Engine
 from lilliput.engine.scheduler import Budget
 from lilliput.engine.session import CacheSession, Step, StepOutput
-from lilliput.errors import ModelError
 from lilliput.models import quantization
 from lilliput.models.ends import load_ends
 from lilliput.models.machine import bytes_a_second
@@ -87,17 +86,8 @@ def _perplexities(
     return [
         Figure(f"perplexity, {name}", "", [measured(quantize, cache)], [base], note)
         for name, quantize, cache in precisions
-        if _is_here(quantize)
+        if quantization.is_here(quantize, CPU)
     ]
-
-
-def _is_here(quantize: str | None) -> bool:
-    """Whether this processor has kernels for it, and what they need is installed."""
-    try:
-        quantization.check(quantize, CPU)
-    except ModelError:
-        return False
-    return True
 
 
 def perplexity(files: ModelFiles, windows: torch.Tensor, span: Span) -> float:
@@ -127,7 +117,7 @@ def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int) -> list[Figu
 
     A figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
     """
-    kinds = [kind for kind in (None, *quantization.KINDS) if _is_here(kind)]
+    kinds = [kind for kind in (None, *quantization.KINDS) if quantization.is_here(kind, CPU)]
     memory, facts = bytes_a_second(), files.facts()
     figures = []
     passes: list[tuple[str, Callable[[_Streams], float]]] = [
