@@ -108,6 +108,17 @@ def test_a_group_of_equal_numbers_keeps_them(kind: str) -> None:
     assert difference(CLASSES[kind].of(weight, None).dequantized(), weight) < 0.005
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_weights_of_4_bits_in_larger_groups_are_kept_as_they_are(group: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    groups = weight.view(64, -1, group)
+    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    old = (((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low).view(64, 256).bfloat16()
+    assert difference(Int4Linear.of(old, None).dequantized(), old) < 0.011
+    assert difference(Int4Linear.of(weight, None).dequantized(), weight) > 0.05
+
+
 def test_layers_that_no_kernel_takes_stay_as_they_are(kind: str) -> None:
     block = nn.ModuleDict({"odd": nn.Linear(100, 64), "narrow": nn.Linear(64, 5), "good": nn.Linear(64, 32)})
     quantization.quantize(block, kind)
