@@ -300,7 +300,7 @@ class Connection:
 
     @staticmethod
     def _keep(idle: list[Channel], channel: Channel) -> None:
-        if len(idle) < _IDLE_STREAMS:
+        if len(idle) < _IDLE_STREAMS and not channel.gone:
             idle.append(channel)
         else:
             channel.close()

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from hivemind.p2p import PeerID
 
-from lilliput.errors import BadRequest, LilliputError, Unauthorized, Unreachable
+from lilliput.errors import BadRequest, Unauthorized, Unreachable
 from lilliput.wire import lilliput_pb2 as pb
-from lilliput.wire.channel import Channel, error_message, error_of
+from lilliput.wire.channel import Channel, error_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,17 +157,10 @@ async def introduce(key: SwarmKey, channel: Channel, call: str, me: PeerID, peer
 
 
 async def welcome(key: SwarmKey, channel: Channel, call: str, me: PeerID, peer: PeerID) -> None:
-    """Begin a stream that a peer has opened. Raises, when it has told the peer, what is wrong with it."""
-    number = 0
-    try:
-        received = await channel.receive(within=HELLO_SECONDS)
-        if received is None:
-            raise Unreachable(f"peer {peer} opened a stream and said nothing", str(peer))
-        number = received.session
-        token = received.body.token if isinstance(received.body, pb.Hello) else b""
-        key.check_token(token, call, peer, me)
-    except LilliputError as e:
-        channel.post(error_message(e, closed=True, session=number))
-        await channel.hear_out()
-        raise
+    """Begin a stream that a peer has opened. Raises what is wrong with it."""
+    received = await channel.receive(within=HELLO_SECONDS)
+    if received is None:
+        raise Unreachable(f"peer {peer} opened a stream and said nothing", str(peer))
+    token = received.body.token if isinstance(received.body, pb.Hello) else b""
+    key.check_token(token, call, peer, me)
     channel.post(pb.Message(welcome=pb.Welcome(proof=key.proof(token, call, peer, me))))

@@ -201,8 +201,21 @@ class Node:
     async def serve(self, handler_name: str, callback: StreamCallback) -> None:
         """Call `callback(channel, remote_peer_id)` for every stream that a peer opens to `handler_name`.
 
-        The channel is closed when the callback ends, whatever happens in it; its errors are logged and stay there.
+        The channel is closed when the callback ends, whatever happens in it; its errors are logged and stay there. One
+        of Lilliput's is the last that the peer hears.
         """
+
+        async def answer(channel: Channel, peer: PeerID) -> None:
+            try:
+                if self._streams[str(peer)] > MOST_STREAMS:
+                    raise Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
+                if self.key is not None:
+                    await welcome(self.key, channel, handler_name, self.peer_id, peer)
+                await callback(channel, peer)
+            except LilliputError as e:
+                log.info("%s with %s ended: %s", handler_name, channel.peer, e)
+                channel.post(error_message(e, closed=True))
+                await channel.hear_out()
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -213,16 +226,7 @@ class Node:
             channel = Channel(reader, writer, peer=f"peer {peer}")
             channel.pace = self._bytes.of(peer).take
             try:
-                if self._streams[peer] > MOST_STREAMS:
-                    error = Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
-                    channel.post(error_message(error, closed=True))
-                    await channel.hear_out()
-                    raise error
-                if self.key is not None:
-                    await welcome(self.key, channel, handler_name, self.peer_id, info.peer_id)
-                await callback(channel, info.peer_id)
-            except LilliputError as e:
-                log.info("%s with %s ended: %s", handler_name, channel.peer, e)
+                await answer(channel, info.peer_id)
             except Exception:
                 log.exception("%s with %s failed", handler_name, channel.peer)
             except asyncio.CancelledError:
