@@ -93,7 +93,10 @@ def api(
         )
     process.prepare()
     keys = _keys(api_key or [], api_keys)
-    with contextlib.ExitStack() as leaving:
+    from lilliput.gateway.http_server import Listener
+
+    listener = Listener(host, port)  # before what takes its time: it may be in use
+    with contextlib.closing(listener), contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(
             LanguageModel.open(
                 model,
@@ -109,11 +112,9 @@ def api(
             )
         )
         logs.take_over()
-        from lilliput.gateway.http_server import Listener
         from lilliput.gateway.places import Places
 
         aliases = [] if Path(model).expanduser().is_dir() else [model]
-        listener = Listener(host, port)
         signals = leaving.enter_context(process.signals_noted())
         places = Places(max_requests, max_waiting)
         server = leaving.enter_context(
@@ -175,6 +176,7 @@ def api_beside(model: LanguageModel, alias: str) -> Iterator[str]:
         listener = Listener(_HOST, _PORT)
     except BadRequest:
         listener = Listener(_HOST, 0)
+    listener.listen()
     ending = threading.Event()
 
     def run() -> None:
