@@ -81,7 +81,7 @@ class LanguageModel:
         from lilliput.client.connection import Patience, SharedConnection
         from lilliput.client.model import AutoDistributedModelForCausalLM
         from lilliput.models.sources import resolve
-        from lilliput.swarm.membership import SwarmKey
+        from lilliput.swarm.swarm_key import SwarmKey
 
         key = SwarmKey.of(swarm_key or None)
         shared = SharedConnection.to(initial_peers, swarm_key=key)  # the model's own

@@ -13,7 +13,7 @@ from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks
 from lilliput.models.progress import Progress, silent
 from lilliput.models.sources import ModelFiles, resolve
-from lilliput.swarm.membership import SwarmKey
+from lilliput.swarm.swarm_key import SwarmKey
 
 _POLL_SECONDS = 0.25
 

@@ -26,11 +26,12 @@ from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.daemon import STARTUP_SECONDS, STOP_SECONDS, nobody_answers, reason_of, start_daemon
 from lilliput.swarm.identity import take_identity
 from lilliput.swarm.keepers import Keepers
-from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
+from lilliput.swarm.membership import introduce, welcome
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.swarm.storage import guard
+from lilliput.swarm.swarm_key import NotAMember, SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_message, error_of
 from lilliput.wire.limits import PEER_BURST_SECONDS, PEER_BYTES_PER_SECOND
