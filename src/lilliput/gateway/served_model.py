@@ -116,13 +116,26 @@ class ServedModel:
         return text
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, limit: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        limit: int,
+        effort: str | None = None,
     ) -> list[int]:
-        """The tokens of a conversation as the model was taught to read it, up to where its answer begins."""
+        """The tokens of a conversation as the model was taught to read it, up to where its answer begins.
+
+        :param effort: how much it shall reason before, under the names that templates have for it; others ignore them
+        """
+        wishes: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        if effort == "none":
+            wishes["enable_thinking"] = False
         if not self.template:
             raise Problem(f"{self.name} has no chat template: it was not made to talk. Use /v1/completions.")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **wishes
+            )
         except Exception as e:  # a template is a program of the model's makers
             said = " ".join(str(e).split())[:200]
             raise Problem(
