@@ -65,11 +65,13 @@ class LanguageModel:
         revision: str | None = None,
         token: str | None = None,
         queue: float = _QUEUE_SECONDS,
+        wait: float | None = 0.0,
         notice: Callable[[str], None],
     ) -> LanguageModel:
         """Join the swarm and load the ends of a model. Raises what `from_pretrained` does.
 
         :param queue: seconds to wait in the queues of full servers
+        :param wait: as of `from_pretrained`
         """
         if not initial_peers:
             raise BadRequest(NO_PEERS)
@@ -99,6 +101,7 @@ class LanguageModel:
                     dtype=dtype,
                     adapter=adapter,
                     patience=Patience(queue=queue),
+                    wait=wait,
                 )
             try:
                 tokenizer = AutoTokenizer.from_pretrained(files.path)

@@ -122,6 +122,10 @@ class Connection:
         """The peer, once it has started. Raises what went wrong if it could not."""
         return await self._node.get()
 
+    def try_again(self) -> None:
+        """If the peer could not be started, as when nobody was there to join, begin once more."""
+        self._node.try_again()
+
     # -- who serves what
 
     async def records(self, model: str, *, fresh: bool = False) -> list[ServerRecord]:

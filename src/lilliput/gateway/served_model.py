@@ -14,8 +14,9 @@ from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.costs import RoundTripTimes
 from lilliput.client.decoder import Decoder
 from lilliput.client.route import Hop
+from lilliput.errors import Unreachable
 from lilliput.gateway.metrics import Metrics
-from lilliput.gateway.problems import Problem
+from lilliput.gateway.problems import Problem, nobody_there
 from lilliput.gateway.vocabulary import Vocabulary
 from lilliput.swarm.records import ServerRecord
 
@@ -70,8 +71,11 @@ class ServedModel:
         return adapted
 
     async def max_length(self) -> int:
-        """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`."""
-        chain = await self.remote.chain(0, self.remote.blocks)
+        """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`, or `Problem`."""
+        try:
+            chain = await self.remote.chain(0, self.remote.blocks)
+        except Unreachable as e:
+            raise nobody_there() from e
         return min([self._made_for, *(hop.record.max_length for hop in chain if hop.record.max_length)])
 
     async def servers(self) -> list[ServerRecord]:
