@@ -75,7 +75,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="What computes: cpu, cuda, or one of several such as cuda:1.")] = "cpu",
     quantize: Annotated[
-        str | None, typer.Option(help="int8 or int4: keep the weights in fewer bits.", show_default="no")
+        str | None, typer.Option(help="int8, int4 or nf4: keep the weights in fewer bits.", show_default="no")
     ] = None,
     cache_dtype: Annotated[
         str | None, typer.Option(help="int8: keep the attention cache in 8 bits.", show_default="as --dtype")

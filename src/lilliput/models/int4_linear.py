@@ -12,8 +12,8 @@ from typing import Self
 
 import torch
 
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.errors import ModelError
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 GROUP = 32
 #: from so many tokens on, weights are made wide
@@ -48,6 +48,15 @@ class Int4Linear(QuantizedLinear):
         self._block: int = block
 
     @classmethod
+    def check(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ModelError(
+                "int4 is for the processor's kernels; on other devices take nf4, which is as small, or int8"
+            )
+        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+            raise ModelError(f"torch {torch.__version__} has no kernels for int4 weights; take a newer one")
+
+    @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
         rows, columns = weight.shape
         codes = torch.empty(rows, columns, dtype=torch.uint8)
@@ -59,10 +68,15 @@ class Int4Linear(QuantizedLinear):
         return cls(codes, both, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([part.t() for layer in layers for _, part in layer._codes()])
-        return cls(codes, torch.cat([layer._scales for layer in layers], dim=1), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        scales = torch.cat([layer._scales for layer in layers], dim=1)
+        codes = torch.empty(scales.shape[1], columns, dtype=torch.uint8)
+        for some, layer in one_by_one(layers):
+            for part, found in layer._codes():
+                codes[some][part] = found.t()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         return torch.cat([part for _, part in self._wide()], dim=1).t()

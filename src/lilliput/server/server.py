@@ -23,6 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from lilliput.errors import LilliputError, ModelError
 from lilliput.models import quantization
+from lilliput.models.machine import device_called
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
@@ -92,7 +93,7 @@ class Server(hivemind.moe.Server):
         self.options = replace(options or ServerOptions(), **overrides)
         if self.options.dtype not in DTYPES:
             raise ModelError(f"unknown dtype {self.options.dtype!r}; known are {', '.join(DTYPES)}")
-        quantization.check(self.options.quantize)
+        quantization.check(self.options.quantize, device_called(self.options.device))
         if self.options.cache_dtype not in (None, self.options.dtype, "int8"):
             raise ModelError(
                 f"the cache is kept in {self.options.dtype} or in int8, not in {self.options.cache_dtype!r}"
