@@ -35,9 +35,9 @@ from lilliput.server.service import Service
 from lilliput.server.survey import survey
 from lilliput.swarm.daemon import daemon_ended
 from lilliput.swarm.loop import new_event_loop, uninterrupted
-from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import Span
+from lilliput.swarm.swarm_key import SwarmKey
 
 logger = logging.getLogger(__name__)
 
