@@ -152,7 +152,7 @@ def _bitsandbytes() -> Any:
     try:
         import bitsandbytes
     except ImportError as e:
-        raise ModelError("nf4 needs the package bitsandbytes: pip install 'lilliput[nf4]', or take int4") from e
+        raise ModelError("nf4 needs the package bitsandbytes: pip install bitsandbytes, or take int4") from e
     finally:
         log.setLevel(level)
     return bitsandbytes
