@@ -40,8 +40,8 @@ _QUANTIZED = """
 ## Weights
 
 In 32 or 16 bits as safetensors, in a `.gguf` file (llama, qwen2, qwen3), or quantized, as config.json says it in
-`quantization_config`: {methods} (`tests/models/test_quantized_checkpoint.py`). They are read as the numbers that their codes
-stand for; `--quantize` keeps these in few bits again, and int4 those that were of 4 bits as they are.
+`quantization_config`: {methods} (`tests/models/test_quantized_checkpoint.py`). They are read as the numbers
+that their codes stand for; `--quantize` keeps these in few bits again, and int4 those that were of 4 bits as they are.
 """
 
 
