@@ -21,6 +21,7 @@ import pytest
 import uvloop
 
 from lilliput.errors import BadRequest, LilliputError, Unreachable
+from lilliput.swarm import sockets
 from lilliput.swarm.node import Node
 from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.wire import lilliput_pb2 as pb
@@ -231,6 +232,27 @@ def test_only_sockets_that_nobody_listens_on_are_removed() -> None:
             assert live.exists()
         finally:
             live.unlink(missing_ok=True)
+
+
+def test_a_socket_that_was_made_while_others_look_for_stale_ones_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    young = Path(tempfile.mkstemp(prefix="hivemind-p2pd-", suffix=".sock", dir="/tmp")[1])
+    young.unlink()
+    looks: list[set[str]] = []
+    look = sockets._bound
+
+    def first_before_it_was_made() -> set[str]:
+        looks.append(look() if looks else set())
+        return looks[-1]
+
+    monkeypatch.setattr(sockets, "_bound", first_before_it_was_made)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(young))  # and does not listen yet
+        try:
+            remove_stale_sockets()
+            assert young.exists()
+            assert str(young) in looks[-1]
+        finally:
+            young.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,18 @@ def remove_stale_sockets() -> int:
 
 
 def _candidates() -> Iterator[Path]:
-    bound: set[str] = set()
-    with contextlib.suppress(OSError):  # elsewhere than on Linux, only connecting tells
-        bound = {line.rsplit(maxsplit=1)[-1] for line in _BOUND.read_text().splitlines()}
+    bound = _bound()
     for path in _FOLDER.glob(_PATTERN):
         with contextlib.suppress(OSError):
             if str(path) not in bound and path.lstat().st_uid == os.getuid():
                 yield path
+
+
+def _bound() -> set[str]:
+    """The sockets' names that processes have now, whether they listen already or not."""
+    with contextlib.suppress(OSError):  # elsewhere than on Linux, only connecting tells
+        return {line.rsplit(maxsplit=1)[-1] for line in _BOUND.read_text().splitlines()}
+    return set()
 
 
 def _remove(path: Path) -> bool:
@@ -34,6 +39,8 @@ def _remove(path: Path) -> bool:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
+            if str(path) in _bound():  # it was made after we had looked, and does not listen yet
+                return False
             with contextlib.suppress(OSError):
                 path.unlink()
                 return True
