@@ -10,6 +10,15 @@ import typer
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)", re.IGNORECASE)  # 8 alone may be meant as 8 GB
 
+
+def not_empty(text: str | None) -> str | None:
+    """A callback of options for which an empty text, as of a shell's variable that is not set, would mean something
+    else than was meant: a swarm without a key, an API that asks for none, every address."""
+    if text is not None and not text.strip():
+        raise typer.BadParameter("it is empty; is a variable of your shell not set?")
+    return text
+
+
 #: a required MODEL where the command gives no default
 Model = Annotated[
     str, typer.Argument(help="`smollm2` (the demo), a folder, a .gguf file, or a hub id such as `org/name`.")
@@ -38,6 +47,7 @@ SwarmKeyFile = Annotated[
         metavar="FILE",
         envvar="LILLIPUT_SWARM_KEY",
         help="The key of a private swarm, which all its members have; `lilliput key` makes one.",
+        callback=not_empty,
         show_default="a public swarm",
     ),
 ]
@@ -60,7 +70,7 @@ Audit = Annotated[
         show_default="0, nothing",
     ),
 ]
-Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Host = Annotated[str, typer.Option(help="The address to listen on.", callback=not_empty)]
 Port = Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)]
 Announce = Annotated[
     list[str] | None,
@@ -75,6 +85,7 @@ IdentityFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="A file that keeps the peer's id over restarts; made if missing.",
+        callback=not_empty,
         show_default=False,
     ),
 ]
