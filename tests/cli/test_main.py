@@ -290,3 +290,8 @@ def test_an_empty_variable_of_the_environment_is_none() -> None:
     environment = {"LILLIPUT_SWARM_KEY": "", "LILLIPUT_API_KEYS_FILE": "", "LILLIPUT_PEERS": ""}
     shown = CliRunner().invoke(app, ["api", "smollm2"], env=environment)
     assert "Name a member of the swarm" in shown.output
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", "-9999999999999999999"])
+def test_a_seed_that_torch_does_not_take_is_a_wrong_option(seed: str) -> None:
+    assert CliRunner().invoke(app, ["generate", "smollm2", "--seed", seed]).exit_code == 2

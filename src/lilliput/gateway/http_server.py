@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 from concurrent.futures import Future
@@ -31,7 +32,9 @@ class Listener:
         try:
             self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except OSError as e:
-            raise BadRequest(f"cannot listen on {host}, port {port}: {e.strerror or e}") from e
+            reason = (e.strerror or str(e)).partition(" (while")[0]  # the address is named already
+            todo = "; choose another --port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            raise BadRequest(f"cannot listen on {host}, port {port}: {reason}{todo}") from e
         self.port: int = self.socket.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.port}"
