@@ -50,7 +50,7 @@ format: $(READY) ## Put the code into the style that check asks for
 	$(BIN)/ruff format
 
 models: $(READY) ## Prove the families of models and write docs/models.md
-	$(BIN)/python -m pytest tests/models/test_families.py $(ARGS)
+	$(BIN)/python -m pytest tests/models/test_families.py tests/models/test_quantization.py $(ARGS)
 	$(BIN)/python tests/models/models_page.py
 
 bench: $(READY) ## Measure speed

@@ -48,7 +48,9 @@ def test_help_lists_every_command() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    assert CliRunner().invoke(app, [command, "--help"]).exit_code == 0
+    shown = CliRunner().invoke(app, [command, "--help"])
+    assert shown.exit_code == 0
+    assert "<bool>" not in shown.output  # flags take no value
 
 
 def test_help_comes_without_heavy_libraries() -> None:
@@ -83,6 +85,32 @@ def test_who_debugs_gets_the_traceback_too(arguments: list[str], environment: di
 
 def test_a_wrong_option_is_exit_code_2() -> None:
     assert lilliput("fetch", "--nonsense").returncode == 2
+
+
+_PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWJMpHSTaqq6g2As7rzbyqD5o2h6RuiPh8or9CU5KqYavd"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["status", "--initial-peers", "nonsense"], "'nonsense' is not an address such as /ip4/"),
+        (["chat", "--initial-peers", _PEER, "--initial-peers", "/ip4/127.0.0.1/tcp/1"], "lacks the peer's id"),
+        (["api", "x", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/12D3KooW..."], "the peer's id is not whole"),
+        (["serve", "x", "--initial-peers", _PEER.replace("/tcp/1", "")], "names no port"),
+        (["serve", "x", "--announce", "192.0.2.1:31337"], "is not an address such as /ip4/192.0.2.1/tcp/31337"),
+        (["generate", "x", "--swarm-key", "/nowhere/key"], "cannot read the swarm's key /nowhere/key: No such file"),
+        (["route", "x", "--swarm-key", __file__], "is not a swarm's key"),
+        (["bootstrap", "--identity", "/nowhere/id"], "there is no folder /nowhere"),
+        (["bootstrap", "--identity", "/"], "cannot read /: Is a directory"),
+    ],
+)
+def test_addresses_and_files_that_are_none_are_found_out_at_once(
+    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lilliput.cli.process.prepare", lambda: pytest.fail("it went on"))
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "400", "LILLIPUT_PEERS": "", "LILLIPUT_SWARM_KEY": ""})
+    assert shown.exit_code == 2
+    assert error in shown.stderr
 
 
 def test_the_error_is_red_on_a_terminal() -> None:

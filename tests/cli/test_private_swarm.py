@@ -14,7 +14,7 @@ import torch
 
 from lilliput.cli.nursery import Nursery
 from lilliput.errors import MissingBlocks
-from lilliput.swarm.membership import SwarmKey
+from lilliput.swarm.swarm_key import SwarmKey
 
 SECONDS = 120
 

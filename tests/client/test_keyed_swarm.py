@@ -21,7 +21,8 @@ from lilliput.models.sources import uid_prefix
 from lilliput.server.handler import ConnectionHandler
 from lilliput.swarm.identity import Identity
 from lilliput.swarm.loop import LoopThread
-from lilliput.swarm.membership import SwarmKey, introduce
+from lilliput.swarm.membership import introduce
+from lilliput.swarm.swarm_key import SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_of
 from lilliput.wire.protocol import BACKWARD, FORWARD, FORWARD_INCREMENTAL, PUSH

@@ -23,10 +23,12 @@ from lilliput.models.sources import DEMO, ModelFiles
 
 process.share_cores()  # torch is not loaded yet
 
-#: as templates with tools are, in short
+#: as templates with tools are, and those of models that reason, in short
 TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nCall one of these with <tool_call>{...}</tool_call>:\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% if reasoning_effort == 'high' %}<|im_start|>system\nThink hard.<|im_end|>\n{% endif %}"
+    "{% if enable_thinking is false %}<|im_start|>system\nAnswer at once.<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import openai
+import pytest
 from gateways import Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -76,12 +77,18 @@ def test_the_dashboard_shows_what_there_is(guarded: Gateway, swarm: LocalSwarm) 
     assert named - there == set()
 
 
-def test_a_port_that_is_taken(demo_model: object) -> None:
+@pytest.mark.parametrize(
+    ("command", "option", "error"),
+    [("serve", "--metrics-port", "cannot serve metrics"), ("api", "--port", "cannot listen")],
+)
+def test_a_port_that_is_taken_is_found_out_before_the_model_is_looked_for(
+    command: str, option: str, error: str
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = ["serve", "smollm2", "--blocks", "0:1", "--host", "127.0.0.1", "--metrics-port", port]
+        arguments = [command, "./nowhere", "--host", "127.0.0.1", option, port]
         shown = subprocess.run(
-            [sys.executable, "-m", "lilliput.cli", *command], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "lilliput.cli", *arguments], capture_output=True, text=True, timeout=120
         )
     assert shown.returncode == 1
-    assert shown.stderr.splitlines()[-1].startswith(f"cannot serve metrics on 127.0.0.1, port {port}: ")
+    assert shown.stderr == f"{error} on 127.0.0.1, port {port}: Address already in use\n"

@@ -64,6 +64,49 @@ def test_a_talk(page: Any) -> None:
     assert fits(page)
 
 
+def test_two_pages_keep_what_was_said_in_each(browser: Any, gateway: Gateway) -> None:
+    context = browser.new_context(viewport=PHONE)
+    page, other = context.new_page(), context.new_page()
+    for tab in (page, other):
+        tab.goto(gateway.url)
+    for tab, text in ((page, "Say one."), (other, "Say two.")):
+        tab.evaluate("settings.max_tokens = 8")
+        ask(tab, text)
+    for tab in (page, other):
+        tab.get_by_text("tokens/s").wait_for()
+    for _ in range(2):
+        for tab, text in ((page, "Say one."), (other, "Say two.")):
+            tab.locator(".user .body", has_text=text).wait_for()
+            assert tab.locator("#list li").count() == 2
+            assert tab.locator(".user").count() == 1
+        for tab in (page, other):
+            tab.reload()
+
+    # a talk that both show
+    other.get_by_role("button", name="Conversations").click()
+    other.get_by_role("button", name="Say one.", exact=True).click()
+    page.evaluate("settings.max_tokens = 8")
+    ask(page, "And three.")
+    page.get_by_text("tokens/s").nth(1).wait_for()
+    other.get_by_text("tokens/s").nth(1).wait_for()
+
+    page.get_by_role("button", name="Conversations").click()
+    page.get_by_role("button", name="Delete Say one.").click()
+    other.locator("#list li").nth(1).wait_for(state="detached")
+    other.get_by_text("Say something to a model").wait_for()
+    assert other.locator("#list li").count() == 1
+    context.close()
+
+
+def test_talks_of_older_pages_are_kept(page: Any) -> None:
+    older = '[{"title": "Old", "messages": [{"role": "user", "content": "Long ago"}]}]'
+    page.evaluate("(older) => localStorage.setItem('lilliput.talks', older)", older)
+    page.reload()
+    page.get_by_text("Long ago").wait_for()
+    page.reload()
+    assert page.evaluate("talks.length === 1 && talks[0].id === load(TALKS)[0].id")
+
+
 def test_markdown_lets_no_html_in(page: Any) -> None:
     text = "# A <b>title</b>\n\nSome **bold** `a<b` [x](javascript:alert(1)) [y](https://e.org/)\n"
     text += "- 1\n- 2\n\n```js\n<i>\n```"

@@ -9,6 +9,7 @@ import transformers
 from families import FAMILIES, REFUSED, Family
 
 from lilliput.models.families import ADAPTED
+from lilliput.models.quantized_checkpoint import METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -34,6 +35,15 @@ was also compared over real processes and connections. Besides the newest releas
 
 """
 
+_QUANTIZED = """
+
+## Weights
+
+In 32 or 16 bits as safetensors, in a `.gguf` file (llama, qwen2, qwen3), or quantized, as config.json says it in
+`quantization_config`: {methods} (`tests/models/test_quantized_checkpoint.py`). They are read as the numbers
+that their codes stand for; `--quantize` keeps these in few bits again, and int4 those that were of 4 bits as they are.
+"""
+
 
 def page(release: str, tolerance: str = "1e-4") -> str:
     """The page, for a release of transformers."""
@@ -45,7 +55,8 @@ def page(release: str, tolerance: str = "1e-4") -> str:
     return (
         _HEAD.format(release=release, tolerance=tolerance)
         + "\n".join(lines)
-        + "\n\n## What is refused\n\n"
+        + _QUANTIZED.format(methods=", ".join(f"`{name}`" for name in METHODS))
+        + "\n## What is refused\n\n"
         + "Before the weights are fetched, with the reason (`lilliput/models/refusal.py`). Tried:\n\n"
         + "| `model_type` | what stands in the way |\n| --- | --- |\n"
         + reasons

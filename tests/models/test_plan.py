@@ -84,6 +84,7 @@ def test_the_largest_blocks_must_fit_since_any_may_be_chosen() -> None:
 def test_quantized_weights_have_scales() -> None:
     assert block_bytes(BLOCK, "bfloat16", "int8") == 64_000 + 4 * 640 + 200
     assert block_bytes(BLOCK, "bfloat16", "int4") == 32_000 + 4 * 2_000 + 200
+    assert block_bytes(BLOCK, "bfloat16", "nf4") == 32_000 + 2 * 2_000 + 200
     with pytest.raises(ModelError, match="unknown quantization"):
         block_bytes(BLOCK, "bfloat16", "int2")
 

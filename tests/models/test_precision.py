@@ -174,7 +174,8 @@ _MEASURE = """
 import gc, json, sys, threading, torch
 from lilliput.models.plan import block_bytes
 from lilliput.models.sources import resolve
-from lilliput.models.span import Span
+from lilliput.models import quantization
+from lilliput.models.span import CPU, Span
 
 def resident():
     with open("/proc/self/status") as status:
@@ -185,7 +186,8 @@ def resident():
 torch.set_num_threads(1)
 files = resolve(sys.argv[1])
 facts = files.facts().blocks
-for dtype, quantize in (("bfloat16", None), ("float32", None), ("bfloat16", "int8"), ("bfloat16", "int4")):
+kinds = [kind for kind in quantization.KINDS if quantization.is_here(kind, CPU)]
+for dtype, quantize in (("bfloat16", None), ("float32", None), *(("bfloat16", kind) for kind in kinds)):
     options = {"dtype": getattr(torch, dtype), "quantize": quantize}
     Span.load(files, 0, 1, **options)  # libraries and their buffers
     gc.collect()

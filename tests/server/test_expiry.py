@@ -41,6 +41,12 @@ def hasty(tiny_llama: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture
+def soon_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads nothing is given up soon."""
+    monkeypatch.setattr("lilliput.wire.channel._HEAR_OUT_SECONDS", IDLE)
+
+
 @pytest.fixture(scope="module")
 def client(hasty: Server, whole: Whole) -> Iterator[Peer]:
     peer = Peer(hasty, whole)
@@ -208,6 +214,7 @@ def test_one_session_expires_and_the_others_of_its_stream_do_not(client: Peer) -
     stream.close()
 
 
+@pytest.mark.usefixtures("soon_unheard")
 def test_a_client_that_sends_steps_and_never_reads(hasty: Server, client: Peer) -> None:
     """Its outputs pile up to a bound, then it is not read either, then it is silent."""
     session = client.session(max_length=2048, rows=1)
@@ -226,6 +233,7 @@ def test_a_client_that_sends_steps_and_never_reads(hasty: Server, client: Peer) 
     session.close()
 
 
+@pytest.mark.usefixtures("soon_unheard")
 def test_a_client_that_errs_and_never_reads(hasty: Server, client: Peer) -> None:
     session = client.session()
 

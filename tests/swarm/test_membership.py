@@ -16,15 +16,15 @@ from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from lilliput.errors import BadRequest, LilliputError, Unauthorized, Unreachable
-from lilliput.swarm import directory, membership
+from lilliput.swarm import directory, swarm_key
 from lilliput.swarm.identity import Identity
-from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.peer_calls import serve_peers
 from lilliput.swarm.records import ServerRecord
 from lilliput.swarm.round_trips import ping
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
+from lilliput.swarm.swarm_key import SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.protocol import PING
 
@@ -58,8 +58,8 @@ def test_a_proof_answers_one_token_and_a_token_is_no_proof() -> None:
 @pytest.mark.parametrize(("late", "side"), [(120, "behind"), (-120, "ahead of")])
 def test_an_old_token_names_the_clock(monkeypatch: pytest.MonkeyPatch, late: float, side: str) -> None:
     token = KEY.token("call", ME, PEER)
-    now = membership.time.time()
-    monkeypatch.setattr(membership.time, "time", lambda: now + late)
+    now = swarm_key.time.time()
+    monkeypatch.setattr(swarm_key.time, "time", lambda: now + late)
     with pytest.raises(Unauthorized, match=f"120 s {side} ours"):
         KEY.check_token(token, "call", ME, PEER)
 

@@ -125,6 +125,38 @@ def test_a_callback_that_fails_closes_its_stream_and_no_other() -> None:
     run(main())
 
 
+def test_a_refusal_is_heard_however_busy_the_daemon_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lilliput.wire.channel._HEAR_OUT_SECONDS", 60.0)
+
+    async def main() -> None:
+        others = living_children()
+        async with nodes(1) as started:
+            (daemon,) = living_children() - others
+            started.append(await Node.start(await started[0].addresses(), client_mode=True))
+            server, client = started
+            refused = asyncio.Event()
+
+            async def refuse(channel: Channel, peer: object) -> None:
+                await channel.receive()
+                os.kill(daemon, signal.SIGSTOP)
+                refused.set()
+                raise BadRequest("no")
+
+            await server.serve("refuse", refuse)
+            for _ in range(4):
+                channel = await client.open(server.peer_id, "refuse")
+                await channel.send(pb.Message(ping=pb.Ping(id=1)))
+                await refused.wait()
+                refused.clear()
+                await channel.send(pb.Message(ping=pb.Ping(id=2)))  # it would find a stream that is closed
+                await asyncio.sleep(0.3)
+                os.kill(daemon, signal.SIGCONT)
+                with pytest.raises(BadRequest, match="no"):
+                    await channel.expect("pong")
+
+    run(main())
+
+
 def test_peers_and_handlers_that_do_not_exist_are_unreachable_by_name() -> None:
     async def main() -> None:
         async with nodes(2) as (server, client):

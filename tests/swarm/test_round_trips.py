@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
 import uvloop
 
 from lilliput.cli.bench.network import Network
+from lilliput.errors import BadRequest
 from lilliput.swarm import round_trips
 from lilliput.swarm.node import Node
 from lilliput.swarm.round_trips import RoundTrips, answer_pings
@@ -103,6 +105,8 @@ def test_a_stream_of_pings_takes_nothing_else_and_not_for_ever() -> None:
     async def test(network: Network, links: list, peers: list[Node], client: Node) -> None:
         channel = await client.open(peers[0].peer_id, PING)
         await channel.send(pb.Message(close=pb.Close()))
+        with pytest.raises(BadRequest, match="'close' message"):
+            await channel.expect("pong")
         assert await asyncio.wait_for(channel.receive(), 2) is None
         channel = await client.open(peers[0].peer_id, PING)
         for number in range(round_trips._MOST_PINGS):

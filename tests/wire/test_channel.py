@@ -165,12 +165,40 @@ def test_a_peer_that_sends_on_reads_the_last_words() -> None:
             flooding = asyncio.ensure_future(flood())
             with pytest.raises(BadRequest):
                 await b.receive()
-            b.post(error_message(TooLong("no")))
-            await b.hear_out()
-            b.close()
+            b.post(error_message(TooLong("no"), closed=True))
+            hearing = asyncio.ensure_future(b.hear_out())
             await flooding
+            assert not hearing.done()
             with pytest.raises(TooLong):
                 await a.expect("pong")
+            await hearing
+            assert b.gone
+            assert await a.receive() is None
+
+    run(main())
+
+
+def test_last_words_that_nobody_reads_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_HEAR_OUT_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with pair() as (_, b):
+            b.post(error_message(TooLong("no"), closed=True))
+            await b.hear_out()
+            assert not b.gone
+
+    run(main())
+
+
+@pytest.mark.parametrize(("closed", "session", "ends"), [(True, 0, True), (False, 0, False), (True, 5, False)])
+def test_an_error_ends_the_stream_only_if_it_is_about_all_of_it(closed: bool, session: int, ends: bool) -> None:
+    async def main() -> None:
+        async with pair() as (a, b):
+            a.post(error_message(TooLong("no"), closed=closed, session=session))
+            a.post(ping(1))
+            assert await b.receive() is not None
+            assert b.gone == ends
+            assert ends or (await b.expect("ping")).session == 0
 
     run(main())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -27,14 +29,19 @@ from lilliput.cli.options import (
     not_empty,
 )
 from lilliput.cli.output import complain, remark
-from lilliput.errors import BadRequest, LilliputError
+from lilliput.errors import BadRequest, LilliputError, SwarmError
 
 if TYPE_CHECKING:
+    from lilliput.client.remote import RemoteModel
     from lilliput.gateway.http_server import HttpServer, Listener
     from lilliput.gateway.keys import Keys
     from lilliput.gateway.places import Places
 
+logger = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.1
+#: as long as blocks have no servers, it is looked for them so often
+_LOOK_SECONDS = 2.0
 _HOST, _PORT = "127.0.0.1", 8000
 _PACKAGES = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 _REQUESTS, _WAITING = 16, 64
@@ -105,7 +112,10 @@ def api(
         )
     process.prepare()
     keys = _keys(api_key or [], api_keys)
-    with contextlib.ExitStack() as leaving:
+    from lilliput.gateway.http_server import Listener
+
+    listener = Listener(host, port)  # before what takes its time: it may be in use
+    with contextlib.closing(listener), contextlib.ExitStack() as leaving:
         language_model = leaving.enter_context(
             LanguageModel.open(
                 model,
@@ -117,26 +127,57 @@ def api(
                 revision=revision,
                 token=token,
                 queue=_QUEUE_SECONDS,
+                wait=None,
                 notice=remark,
             )
         )
         logs.take_over()
-        from lilliput.gateway.http_server import Listener
         from lilliput.gateway.places import Places
 
         aliases = [] if Path(model).expanduser().is_dir() else [model]
-        listener = Listener(host, port)
         signals = leaving.enter_context(process.signals_noted())
         places = Places(max_requests, max_waiting)
         server = leaving.enter_context(
             _serving(language_model, listener, places, keys=keys, aliases=aliases, origins=allow_origin or ())
         )
-        _tell(listener.url, language_model.name, json_line)
+        told, waits = False, threading.Event()
+        watching = language_model.loop.submit(_watch(language_model.distributed.remote.remote_model, waits))
+        leaving.callback(watching.cancel)
         while server.serves and not signals:
+            if watching.done():
+                watching.result()
+            if not told and (watching.done() or waits.is_set()):
+                _tell(listener.url, language_model.name, json_line)
+                told = True
             time.sleep(_POLL_SECONDS)
     if signals:
         raise SystemExit(128 + signals[0])
     raise LilliputError("the HTTP server has ended")
+
+
+async def _watch(remote: RemoteModel, waits: threading.Event) -> None:
+    """Return when every block has a server; say meanwhile what is missing. Raises what waiting does not mend.
+
+    :param waits: set if something is missing
+    """
+    from lilliput.swarm.swarm_key import NotAMember
+
+    said = ""
+    while True:
+        try:
+            await remote.chain(0, remote.blocks)
+            break
+        except NotAMember:
+            raise
+        except SwarmError as e:
+            if str(e) != said:
+                logger.warning("waiting, requests are answered with 503 until then: %s", e)
+            said = str(e)
+        waits.set()
+        await asyncio.sleep(_LOOK_SECONDS)
+        remote.connection.try_again()
+    if said:
+        logger.warning("every block of %s has a server now", remote.name)
 
 
 def _missing_packages() -> list[str]:
@@ -187,6 +228,7 @@ def api_beside(model: LanguageModel, alias: str) -> Iterator[str]:
         listener = Listener(_HOST, _PORT)
     except BadRequest:
         listener = Listener(_HOST, 0)
+    listener.listen()
     ending = threading.Event()
 
     def run() -> None:

@@ -52,7 +52,7 @@ def bootstrap(
 
         with collector_paused():
             from lilliput.swarm.loop import new_event_loop
-            from lilliput.swarm.membership import SwarmKey
+            from lilliput.swarm.swarm_key import SwarmKey
     options: dict[str, Any] = {
         "host_maddrs": [listen_address(host, port)],
         "announce_maddrs": announce,

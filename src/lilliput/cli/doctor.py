@@ -15,12 +15,12 @@ import typer
 
 from lilliput.cli import process
 from lilliput.cli.logs import Verbose
-from lilliput.cli.options import Announce, Host, InitialPeers, Port, SwarmKeyFile, listen_address
+from lilliput.cli.options import Announce, AnyInitialPeers, AnySwarmKeyFile, Host, Port, listen_address
 from lilliput.errors import LilliputError
 
 if TYPE_CHECKING:
-    from lilliput.swarm.membership import SwarmKey
     from lilliput.swarm.node import Node
+    from lilliput.swarm.swarm_key import SwarmKey
 
 #: clocks that differ by more than this are worth a word (seconds); hivemind takes no more than 3
 _CLOCK_SECONDS = 1.0
@@ -43,8 +43,8 @@ def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Also look whether its files are here.", show_default=False)
     ] = None,
-    initial_peers: InitialPeers = None,
-    swarm_key: SwarmKeyFile = None,
+    initial_peers: AnyInitialPeers = None,
+    swarm_key: AnySwarmKeyFile = None,
     host: Host = "0.0.0.0",
     port: Port = 0,
     announce: Announce = None,
@@ -82,7 +82,7 @@ def doctor(
 async def _examine(
     model: str | None, peers: Sequence[str], key_file: str | None, host: str, port: int, announce: Sequence[str]
 ) -> AsyncIterator[Finding]:
-    from lilliput.swarm.membership import SwarmKey
+    from lilliput.swarm.swarm_key import SwarmKey
 
     for finding in _machine(model):
         yield finding
@@ -112,7 +112,7 @@ async def _examine(
 
 def _key(file: str) -> Finding:
     """A swarm's key, and whether it is for its owner alone."""
-    from lilliput.swarm.membership import SwarmKey
+    from lilliput.swarm.swarm_key import SwarmKey
 
     try:
         name = SwarmKey.read(file).name

@@ -20,7 +20,7 @@ def key(
     Copy it to every member in a safe way (scp, not mail), and name it with --swarm-key. A swarm whose key has become
     known gets a new one: nobody can be shut out otherwise.
     """
-    from lilliput.swarm.membership import SwarmKey
+    from lilliput.swarm.swarm_key import SwarmKey
 
     made = SwarmKey.generate()
     made.write(file)

@@ -65,11 +65,13 @@ class LanguageModel:
         revision: str | None = None,
         token: str | None = None,
         queue: float = _QUEUE_SECONDS,
+        wait: float | None = 0.0,
         notice: Callable[[str], None],
     ) -> LanguageModel:
         """Join the swarm and load the ends of a model. Raises what `from_pretrained` does.
 
         :param queue: seconds to wait in the queues of full servers
+        :param wait: as of `from_pretrained`
         """
         if not initial_peers:
             raise BadRequest(NO_PEERS)
@@ -81,7 +83,7 @@ class LanguageModel:
         from lilliput.client.connection import Patience, SharedConnection
         from lilliput.client.model import AutoDistributedModelForCausalLM
         from lilliput.models.sources import resolve
-        from lilliput.swarm.membership import SwarmKey
+        from lilliput.swarm.swarm_key import SwarmKey
 
         key = SwarmKey.of(swarm_key or None)
         shared = SharedConnection.to(initial_peers, swarm_key=key)  # the model's own
@@ -99,6 +101,7 @@ class LanguageModel:
                     dtype=dtype,
                     adapter=adapter,
                     patience=Patience(queue=queue),
+                    wait=wait,
                 )
             try:
                 tokenizer = AutoTokenizer.from_pretrained(files.path)

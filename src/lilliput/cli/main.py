@@ -17,9 +17,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import FrameType
-from typing import Annotated, NoReturn, ParamSpec
+from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from lilliput.cli import (
     api,
@@ -56,8 +57,29 @@ _LACKS = {
     errno.EIO: "check the disk",
 }
 
+
+class _PlainFlags:
+    """In the help, options that take no value show none. Newer typers would say `<bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False) or getattr(param, "count", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_PlainFlags, TyperCommand):
+    pass
+
+
+class _Group(_PlainFlags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
     name="lilliput",
+    cls=_Group,
     help="Many small machines hold one giant language model.",
     no_args_is_help=True,
     add_completion=False,
@@ -147,7 +169,7 @@ for _command in (
     bench.bench,
     simulate.simulate,
 ):
-    app.command()(guarded(_command))
+    app.command(cls=_Command)(guarded(_command))
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -113,7 +113,7 @@ def route(
             from lilliput.client.trial import time_hops, time_pushed
             from lilliput.models.facts import HIDDEN, first, text_config
             from lilliput.models.sources import resolve
-            from lilliput.swarm.membership import SwarmKey
+            from lilliput.swarm.swarm_key import SwarmKey
     shared = SharedConnection.to(initial_peers, swarm_key=SwarmKey.of(swarm_key or None))
     try:
         files = resolve(model, revision=revision, token=token, weights=False)

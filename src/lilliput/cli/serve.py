@@ -36,7 +36,9 @@ from lilliput.swarm.sockets import remove_stale_sockets
 
 if TYPE_CHECKING:
     from lilliput.models.progress import Progress
+    from lilliput.server.metrics import MetricsPage
     from lilliput.server.server import Server
+    from lilliput.server.service import Service
 
 _POLL_SECONDS = 0.1
 _MOST_NAME = 40
@@ -73,7 +75,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     device: Annotated[str, typer.Option(help="What computes: cpu, cuda, or one of several such as cuda:1.")] = "cpu",
     quantize: Annotated[
-        str | None, typer.Option(help="int8 or int4: keep the weights in fewer bits.", show_default="no")
+        str | None, typer.Option(help="int8, int4 or nf4: keep the weights in fewer bits.", show_default="no")
     ] = None,
     cache_dtype: Annotated[
         str | None, typer.Option(help="int8: keep the attention cache in 8 bits.", show_default="as --dtype")
@@ -139,6 +141,8 @@ def serve(
     if metrics_port is not None and find_spec("prometheus_client") is None:
         raise LilliputError("`--metrics-port` needs prometheus-client: pip install 'lilliput[api]'")
     process.prepare()
+    server: Server | None = None
+    metrics = _metrics(lambda: server and server.service, host, metrics_port)
     supervisor = Supervisor() if supervised else None
     if supervisor:
         supervisor.stage("loading libraries")
@@ -153,7 +157,7 @@ def serve(
         supervisor.stage("finding the swarm")
         initial_peers = supervisor.peers()
 
-    with contextlib.ExitStack() as leaving:
+    with metrics or contextlib.nullcontext(), contextlib.ExitStack() as leaving:
         with _progress(supervisor) as progress:
             files = resolve(model, revision=revision, token=token, weights=False, progress=progress)
             if span:
@@ -185,7 +189,7 @@ def serve(
                 drain_seconds=drain_seconds,
                 num_blocks=num_blocks,
                 rebalance_seconds=rebalance_seconds,
-                progress=lambda stage: None if server.decided.is_set() else progress(stage, 0, None),
+                progress=lambda stage: None if server and server.decided.is_set() else progress(stage, 0, None),
             )
             # from here on there is something to clear away, which a second signal must not interrupt
             signals = leaving.enter_context(process.signals_noted())
@@ -196,7 +200,7 @@ def serve(
             while not server.decided.wait(_POLL_SECONDS) and not signals:
                 pass
         if server.ready.is_set():
-            _tell(server, supervisor, json_line, _metrics(server, host, metrics_port, leaving))
+            _tell(server, supervisor, json_line, metrics.url if metrics else "")
         told = server.blocks
         while server.is_alive() and not signals:
             time.sleep(_POLL_SECONDS)
@@ -257,15 +261,13 @@ def _new_stages(tell: Callable[[str], None]) -> Progress:
     return report
 
 
-def _metrics(server: Server, host: str, port: int | None, leaving: contextlib.ExitStack) -> str:
-    """Serve numbers as long as the command runs. Returns their address, if they are wanted."""
+def _metrics(service: Callable[[], Service | None], host: str, port: int | None) -> MetricsPage | None:
+    """Numbers, if they are wanted. They come before the libraries, so that a port in use is found out at once."""
     if port is None:
-        return ""
+        return None
     from lilliput.server.metrics import MetricsPage
 
-    page = MetricsPage(lambda: server.service, host, port)
-    leaving.callback(page.close)
-    return f"http://{f'[{host}]' if ':' in host else host}:{page.port}/metrics"
+    return MetricsPage(service, host, port)
 
 
 def _facts(server: Server) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 #: how far the outputs of two honest servers may be apart, by the coarser of their precisions (see `distance`). The
 #: worst of 300 tokens through parts of SmolLM2 was 0.0008, 0.053 (with a cache of 8 bits), 0.15 and 0.16, its weights
 #: having been 4-bit ones before
-_TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.1, "int8": 0.3, "int4": 0.4}
+_TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.1, "int8": 0.3, "int4": 0.4, "nf4": 0.4}
 #: and what is added for how hidden states travel: 0.04 was the worst with int8
 _CODEC_TOLERANCES = {"none": 0.0, "float16": 0.05, "bfloat16": 0.05, "int8": 0.15}
 #: of a precision that is not known here

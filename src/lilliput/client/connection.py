@@ -122,6 +122,10 @@ class Connection:
         """The peer, once it has started. Raises what went wrong if it could not."""
         return await self._node.get()
 
+    def try_again(self) -> None:
+        """If the peer could not be started, as when nobody was there to join, begin once more."""
+        self._node.try_again()
+
     # -- who serves what
 
     async def records(self, model: str, *, fresh: bool = False) -> list[ServerRecord]:
@@ -300,7 +304,7 @@ class Connection:
 
     @staticmethod
     def _keep(idle: list[Channel], channel: Channel) -> None:
-        if len(idle) < _IDLE_STREAMS:
+        if len(idle) < _IDLE_STREAMS and not channel.gone:
             idle.append(channel)
         else:
             channel.close()

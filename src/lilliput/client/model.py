@@ -13,7 +13,7 @@ from lilliput.collector import collector_paused
 from lilliput.errors import BadRequest, MissingBlocks
 from lilliput.models.progress import Progress, silent
 from lilliput.models.sources import ModelFiles, resolve
-from lilliput.swarm.membership import SwarmKey
+from lilliput.swarm.swarm_key import SwarmKey
 
 _POLL_SECONDS = 0.25
 
@@ -38,7 +38,7 @@ class AutoDistributedModelForCausalLM:
         adapter: str = "",
         codec: str = "none",
         patience: Patience | None = None,
-        wait: float = 0.0,
+        wait: float | None = 0.0,
         prefix_secret: str | None = None,
         replay_bytes: int = REPLAY_BYTES,
         push: bool = True,
@@ -63,7 +63,8 @@ class AutoDistributedModelForCausalLM:
         :param adapter: the name of an adapter that the servers have
         :param codec: how hidden states travel: none, float16, bfloat16, int8
         :param patience: how long to wait for what
-        :param wait: seconds to wait until every block is served; 0 raises `MissingBlocks` at once
+        :param wait: seconds to wait until every block is served; 0 raises `MissingBlocks` at once; None: it does not
+            matter whether anybody is there yet
         :param prefix_secret: clients that share it share cached prefixes where servers allow it; default: nobody
         :param replay_bytes: without push, memory of each session for hidden states between servers, kept in case that
             one fails; what is not kept, the other servers compute again then
@@ -99,7 +100,8 @@ class AutoDistributedModelForCausalLM:
                 request_id=request_id,
             )
             distributed = _load(files, remote, shared, dtype)
-            _await_blocks(remote, shared, wait)
+            if wait is not None:
+                _await_blocks(remote, shared, wait)
             return distributed
         except BaseException:
             shared.close()

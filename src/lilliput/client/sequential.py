@@ -19,7 +19,7 @@ from lilliput.client.recovery import Recovery
 from lilliput.client.remote import RemoteModel, trusted_set
 from lilliput.client.tasks import all_of
 from lilliput.errors import BadRequest
-from lilliput.swarm.membership import SwarmKey
+from lilliput.swarm.swarm_key import SwarmKey
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import socket
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ _STOP_SECONDS = 2
 
 
 class Listener:
-    """A port on which connections wait until somebody answers them. It needs none of the libraries that do.
+    """A port that is taken. It needs none of the libraries that answer there.
 
     :param port: 0 takes a free one
 
@@ -28,16 +29,31 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self.socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as e:
-            reason = (e.strerror or str(e)).partition(" (while")[0]  # the address is named already
-            todo = "; choose another --port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else ""
-            raise BadRequest(f"cannot listen on {host}, port {port}: {reason}{todo}") from e
+        self._asked = f"{host}, port {port}"
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        with self._explained():
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger are no obstacle
+            if self.socket.family == socket.AF_INET6:
+                self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            self.socket.bind((host, port))
         self.port: int = self.socket.getsockname()[1]
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self.port}"
+
+    def listen(self) -> None:
+        """From now on connections are not refused, but wait until somebody answers them. May be called twice."""
+        with self._explained():
+            self.socket.listen(_BACKLOG)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            self.close()
+            reason = (e.strerror or str(e)).partition(" (while")[0]  # the address is named already
+            todo = "; choose another --port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            raise BadRequest(f"cannot listen on {self._asked}: {reason}{todo}") from e
 
     def close(self) -> None:
         """May be called twice."""
@@ -53,6 +69,7 @@ class HttpServer:
     def __init__(self, app: ASGIApp, loop: LoopThread, listener: Listener, *, patience: int = 3) -> None:
         import uvicorn
 
+        listener.listen()
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", server_header=False,
             timeout_graceful_shutdown=patience,

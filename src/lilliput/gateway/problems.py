@@ -61,6 +61,11 @@ def unsupported(message: str, param: str) -> Problem:
     return Problem(message, param=param, code="unsupported_value")
 
 
+def nobody_there() -> Problem:
+    """No peer of the swarm answers, or none has ever done."""
+    return _later("Nobody in the swarm answers this API.", "swarm_unreachable")
+
+
 def problem_of(error: BaseException) -> Problem:
     """What to say about any error. Of those that are not the client's fault, the details go to the log only."""
     if isinstance(error, Problem):

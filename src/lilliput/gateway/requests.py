@@ -1,4 +1,4 @@
-"""What may stand in a request. Anything else is refused: a parameter that was ignored would be a wrong answer."""
+"""What may stand in a request. Anything else is refused: to ignore what would change the answer were a wrong answer."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(min_length=1)] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -193,17 +193,27 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    #: for the chat template: that of a model which reasons may know it
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    # what is done anyway
+    modalities: list[Literal["text"]] | None = None
     store: Literal[False] = False
-    service_tier: Literal["auto", "default"] = "auto"
+    verbosity: Literal["medium"] = "medium"
+    # these, too, change nothing in an answer
+    metadata: dict[str, str] | None = None
+    prediction: dict[str, Any] | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
 
     @model_validator(mode="after")
     def _belongs_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is only for requests with logprobs: true")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice is only for requests with tools")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are two names for one thing; they differ")

@@ -14,8 +14,9 @@ from lilliput.client.async_session import AsyncInferenceSession
 from lilliput.client.costs import RoundTripTimes
 from lilliput.client.decoder import Decoder
 from lilliput.client.route import Hop
+from lilliput.errors import Unreachable
 from lilliput.gateway.metrics import Metrics
-from lilliput.gateway.problems import Problem
+from lilliput.gateway.problems import Problem, nobody_there
 from lilliput.gateway.vocabulary import Vocabulary
 from lilliput.swarm.records import ServerRecord
 
@@ -70,8 +71,11 @@ class ServedModel:
         return adapted
 
     async def max_length(self) -> int:
-        """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`."""
-        chain = await self.remote.chain(0, self.remote.blocks)
+        """Tokens of prompt and answer together, as the chain allows now. Raises `MissingBlocks`, or `Problem`."""
+        try:
+            chain = await self.remote.chain(0, self.remote.blocks)
+        except Unreachable as e:
+            raise nobody_there() from e
         return min([self._made_for, *(hop.record.max_length for hop in chain if hop.record.max_length)])
 
     async def servers(self) -> list[ServerRecord]:
@@ -116,13 +120,26 @@ class ServedModel:
         return text
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, limit: int
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        *,
+        limit: int,
+        effort: str | None = None,
     ) -> list[int]:
-        """The tokens of a conversation as the model was taught to read it, up to where its answer begins."""
+        """The tokens of a conversation as the model was taught to read it, up to where its answer begins.
+
+        :param effort: how much it shall reason before, under the names that templates have for it; others ignore them
+        """
+        wishes: dict[str, Any] = {"reasoning_effort": effort} if effort else {}
+        if effort == "none":
+            wishes["enable_thinking"] = False
         if not self.template:
             raise Problem(f"{self.name} has no chat template: it was not made to talk. Use /v1/completions.")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=False, **wishes
+            )
         except Exception as e:  # a template is a program of the model's makers
             said = " ".join(str(e).split())[:200]
             raise Problem(

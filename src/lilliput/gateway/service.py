@@ -113,7 +113,9 @@ class Service:
         limit = await model.max_length()
         messages = [_for_template(message) for message in request.messages]
         described = [tool.model_dump(exclude_unset=True) for tool in tools] or None
-        prompt = await asyncio.to_thread(self.model.encode_chat, messages, described, limit=limit)
+        prompt = await asyncio.to_thread(
+            self.model.encode_chat, messages, described, limit=limit, effort=request.reasoning_effort
+        )
         named = request.max_completion_tokens or request.max_tokens
         most = self._most_tokens(prompt, named or limit, limit, sure=named is not None)
         grammar = await self._grammar(request, tools)

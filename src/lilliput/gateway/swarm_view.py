@@ -15,7 +15,7 @@ from lilliput.client.route import estimate
 from lilliput.errors import LilliputError, Unreachable
 from lilliput.gateway.delivery import Json, dumped
 from lilliput.gateway.places import Places
-from lilliput.gateway.problems import Problem
+from lilliput.gateway.problems import nobody_there
 from lilliput.gateway.served_model import ServedModel
 from lilliput.swarm.held_model import HeldModel
 
@@ -42,9 +42,7 @@ class SwarmView:
         try:
             plain, packed = await asyncio.shield(self._looking)
         except Unreachable as e:
-            raise Problem(
-                "Nobody in the swarm answers this API.", status=503, kind="server_error", code="swarm_unreachable"
-            ) from e
+            raise nobody_there() from e
         headers = {"Cache-Control": "no-store", "Vary": "Accept-Encoding"}
         if packed and "gzip" in accepted_encodings:
             return Response(packed, media_type=Json.media_type, headers=headers | {"Content-Encoding": "gzip"})

@@ -86,6 +86,12 @@ def _of_part(tensors: dict[str, str], part: Part) -> dict[str, str]:
     return mine if wanted <= set(numbers.values()) else tensors
 
 
+def tensors_of(folder: Path, part: Part) -> dict[str, str]:
+    """The file of each of the part's tensors, by its name. Raises `ModelError`."""
+    names = weight_map(folder)
+    return _of_part(dict.fromkeys(header(folder / SINGLE), SINGLE) if names is None else names, part)
+
+
 def check_there(folder: Path, part: Part = "all") -> None:
     """Raise ModelError unless the part's files are in the folder."""
     missing = [file for file in weight_files(folder, part) if not (folder / file).is_file()]

@@ -71,12 +71,10 @@ class LooseLinear(FrozenLinear):
         ).sum(dim=0)
 
     def packed(self) -> FrozenLinear:
-        """The layer as its kernel reads it fastest. The family's modules lose their weights: both would not fit."""
+        """The family's modules lose their weights: both would not fit."""
         parts, self._parts = self._parts, []
         if type(parts[0]) is QuantizedModule:
             made: FrozenLinear = quantization.joined(parts)
-            for part in parts:
-                del part.layer
         else:
             made = PackedLinear.joined(*parts)
             for part in parts:
@@ -95,14 +93,19 @@ class FusedBlock:
         self.norm_mlp = RMSNorm(_part(block, "post_attention_layernorm"))
         self.qkv = _linear(attn, "q_proj", "k_proj", "v_proj")
         self.out = _linear(attn, "o_proj")
-        self.gate, self.up, self.down = (_linear(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.down = _linear(mlp, "down_proj")
+        #: two layers, whose kernels also apply the activation and the gate; or one, if kernels of codes read both
+        self.gate_up = [_linear(mlp, "gate_proj"), _linear(mlp, "up_proj")]
+        if type(mlp.gate_proj) is QuantizedModule:
+            self.gate_up = [_linear(mlp, "gate_proj", "up_proj")]
         self.norm_q = RMSNorm(attn.q_norm) if hasattr(attn, "q_norm") else None
         self.norm_k = RMSNorm(attn.k_norm) if hasattr(attn, "k_norm") else None
 
     def pack(self) -> None:
         """Lay the weights out for the kernels that read them, one after the other, each freed in the family's block."""
-        for name in ("qkv", "out", "gate", "up", "down"):
-            setattr(self, name, getattr(self, name).packed())
+        self.qkv, self.out = self.qkv.packed(), self.out.packed()
+        self.gate_up = [layer.packed() for layer in self.gate_up]
+        self.down = self.down.packed()
 
     def paged(
         self,
@@ -163,14 +166,24 @@ class FusedBlock:
     def _after(self, attended: torch.Tensor, hidden: torch.Tensor, deltas: Deltas | None) -> torch.Tensor:
         """What follows attention: its projection, the MLP, and both residuals."""
         after = self.out.plus(attended, hidden)
-        if deltas is None:
-            normed = self.norm_mlp(after)
-            return self.down.plus(self.up.times(normed, self.gate.silu(normed)), after)
-        after = deltas.add(self.index, "self_attn.o_proj", attended, after)
-        normed = self.norm_mlp(after)
-        gate = F.silu(deltas.add(self.index, "mlp.gate_proj", normed, self.gate(normed)))
-        inner = deltas.add(self.index, "mlp.up_proj", normed, self.up(normed)) * gate
-        return deltas.add(self.index, "mlp.down_proj", inner, self.down.plus(inner, after))
+        if deltas is not None:
+            after = deltas.add(self.index, "self_attn.o_proj", attended, after)
+        inner = self._inner(self.norm_mlp(after), deltas)
+        out = self.down.plus(inner, after)
+        return out if deltas is None else deltas.add(self.index, "mlp.down_proj", inner, out)
+
+    def _inner(self, normed: torch.Tensor, deltas: Deltas | None) -> torch.Tensor:
+        """silu(gate) * up"""
+        if len(self.gate_up) == 2 and deltas is None:
+            gate, up = self.gate_up
+            return up.times(normed, gate.silu(normed))
+        outs = [layer(normed) for layer in self.gate_up]
+        if deltas is not None:
+            outs[0] = deltas.add(self.index, "mlp.gate_proj", normed, outs[0])
+            first = 0 if len(outs) == 2 else outs[0].shape[-1] // 2
+            outs[-1] = deltas.add(self.index, "mlp.up_proj", normed, outs[-1], first)
+        gated, upward = outs if len(outs) == 2 else outs[0].chunk(2, dim=-1)
+        return F.silu(gated) * upward
 
     def _norm_heads(self, turning: torch.Tensor) -> torch.Tensor:
         query, key = turning.split([self.shape.heads, self.shape.kv_heads], dim=-2)

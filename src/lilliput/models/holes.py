@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel  # both names exist in releases before 5, too
 
 from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models import quantized_checkpoint
 from lilliput.models.checkpoint import Part, view
 from lilliput.models.families import family_of
 from lilliput.models.sources import ModelFiles
@@ -63,12 +64,14 @@ class NoPositions(nn.Module):
 
 
 def read_config(files: ModelFiles) -> PretrainedConfig:
-    """The text model's configuration."""
+    """The text model's configuration, which says nothing of fewer bits: transformers is not shown any."""
     try:
         config = transformers.AutoConfig.from_pretrained(files.path, local_files_only=True)
     except (OSError, ValueError, KeyError) as e:
         raise ModelError(f"cannot read the configuration of {files.name} in {files.path}: {e}") from e
-    return config.get_text_config(decoder=True)
+    text = config.get_text_config(decoder=True)
+    vars(text).pop("quantization_config", None)
+    return text
 
 
 def base_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -149,9 +152,11 @@ def load_with_holes(
 
     holed: Any = type(family.__name__, (family,), {"__init__": init, "__module__": family.__module__})
     try:
+        tensors = quantized_checkpoint.read(files.config(), files.path, part, dtype)
         with _loading, _quiet_transformers(), view(files.path, part) as folder:
             model, report = holed.from_pretrained(
-                folder,
+                folder if tensors is None else None,
+                state_dict=tensors,
                 config=config,
                 dtype=dtype,
                 attn_implementation=attention,

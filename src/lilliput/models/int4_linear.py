@@ -7,19 +7,25 @@ arithmetic counts and not bytes: weights are made wide, so many at a time as sta
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 import torch
 
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.errors import ModelError
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 GROUP = 32
 #: from so many tokens on, weights are made wide
 _MANY = 128
 #: candidates for the width of a group's grid, as shares of its range: outliers may be cut off for the others' sake
 _SHARES = (1.0, 0.9)
+#: of weights that were of 4 bits before, in other groups: how many steps of their old grid a group's range may have
+_STEPS = range(4, 16)
+#: a squared error of such a share is what the rounding of scales makes, and no other grid is better
+_EXACT = 1e-4
+#: groups in which is looked whether they were
+_LOOKED_AT = 64
 #: outputs that torch's kernel keeps together, depending on how long the processor's vectors are
 _BLOCKS = (64, 32)
 #: numbers that are packed or read back at a time
@@ -48,21 +54,36 @@ class Int4Linear(QuantizedLinear):
         self._block: int = block
 
     @classmethod
+    def check(cls, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ModelError(
+                "int4 is for the processor's kernels; on other devices take nf4, which is as small, or int8"
+            )
+        if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
+            raise ModelError(f"torch {torch.__version__} has no kernels for int4 weights; take a newer one")
+
+    @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
         rows, columns = weight.shape
         codes = torch.empty(rows, columns, dtype=torch.uint8)
         both = torch.empty(columns // GROUP, rows, 2, dtype=torch.bfloat16)
+        grid = _old_grid if _has_few_values(weight) else _grid
         for some in slices(weight):
-            found, scales, zeros = _grid(weight[some].float().reshape(-1, columns // GROUP, GROUP))
+            found, scales, zeros = grid(weight[some].float().reshape(-1, columns // GROUP, GROUP))
             codes[some] = found.view(-1, columns)
             both[:, some, 0], both[:, some, 1] = scales.t(), zeros.t()
         return cls(codes, both, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([part.t() for layer in layers for _, part in layer._codes()])
-        return cls(codes, torch.cat([layer._scales for layer in layers], dim=1), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        scales = torch.cat([layer._scales for layer in layers], dim=1)
+        codes = torch.empty(scales.shape[1], columns, dtype=torch.uint8)
+        for some, layer in one_by_one(layers):
+            for part, found in layer._codes():
+                codes[some][part] = found.t()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         return torch.cat([part for _, part in self._wide()], dim=1).t()
@@ -138,18 +159,32 @@ def _readable() -> int | None:
     return None
 
 
-def _grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Grid = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _grid(groups: torch.Tensor) -> Grid:
     """Codes 0 to 15, scales and zeros with the least squared error: `groups` is about (codes - 8) * scale + zero.
 
     :param groups: float32 [rows, groups, GROUP]
     :returns: uint8 of the same shape; float32 [rows, groups] twice, as bfloat16 keeps them
     """
     low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
-    middle, range_ = (low + high) / 2, high - low
+    scales = ((high - low) * (share / 15) for share in _SHARES)
+    return _best(groups, ((scale, (low + high + scale) / 2) for scale in scales))
+
+
+def _old_grid(groups: torch.Tensor) -> Grid:
+    """As `_grid`, for what lies on a grid already, of which a group may use a part only: it is kept as it is."""
+    low, high = groups.amin(dim=-1, keepdim=True), groups.amax(dim=-1, keepdim=True)
+    scales = ((high - low) / steps for steps in reversed(_STEPS))
+    return _best(groups, ((scale, low + 8 * scale) for scale in scales))
+
+
+def _best(groups: torch.Tensor, grids: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Grid:
     best: tuple[torch.Tensor, ...] | None = None
-    for share in _SHARES:
-        scale = (range_ * (share / 15)).clamp(min=1e-8).bfloat16().float()
-        zero = (middle + scale / 2).bfloat16().float()
+    enough = _EXACT * groups.square().sum()
+    for scale, zero in grids:
+        scale, zero = scale.clamp(min=1e-8).bfloat16().float(), zero.bfloat16().float()
         codes = ((groups - zero) / scale + 8).round_().clamp_(0, 15)
         error = ((codes - 8) * scale + zero - groups).square_().sum(dim=-1, keepdim=True)
         if best is None:
@@ -159,6 +194,15 @@ def _grid(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
             best = tuple(
                 torch.where(better, new, old) for new, old in zip((error, codes, scale, zero), best, strict=True)
             )
+        if best[0].sum() <= enough:
+            break
     assert best is not None
     _, codes, scale, zero = best
     return codes.to(torch.uint8), scale[..., 0], zero[..., 0]
+
+
+def _has_few_values(weight: torch.Tensor) -> bool:
+    """Whether groups have at most 16 different numbers each, as few have by chance."""
+    groups = weight[: -(-_LOOKED_AT * GROUP // weight.shape[1])].reshape(-1, GROUP)[:_LOOKED_AT]
+    different = (groups.sort(dim=-1).values.diff(dim=-1) != 0).sum(dim=-1) + 1
+    return bool((different <= 16).float().mean() > 0.9)

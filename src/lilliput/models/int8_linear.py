@@ -4,8 +4,8 @@ oneDNN multiplies integers of 8 bits faster than anything wider, but both sides 
 written as integers of 16 bits, with a scale for each token, and these as two of 8: `step * (256 * high + low)`. That
 loses less than bfloat16 itself does. Both halves go through one product, so the weights are read once.
 
-For small layers the operations around the product cost more than it saves. There, and where a processor has no such
-products, torch's own kernel takes a few tokens, and for many the weights are made wide.
+For small layers the operations around the product cost more than it saves. There, where a processor has no such
+products, and on other devices, torch's own kernel takes a few tokens, and for many the weights are made wide.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 
-from lilliput.models.linear import joined_bias
-from lilliput.models.quantized_linear import QuantizedLinear, slices
+from lilliput.models.quantized_linear import QuantizedLinear, bias_of, one_by_one, slices
 
 #: numbers in a weight that make it large
 _LARGE = 1 << 22
@@ -45,14 +44,18 @@ class Int8Linear(QuantizedLinear):
         self.out_features, self.in_features = codes.shape
         self.bias, self.dtype = bias, dtype
         self._scales = scales
-        large = codes.numel() >= _LARGE and _has_products()
+        large = codes.device.type == "cpu" and codes.numel() >= _LARGE and _has_products()
         self._packed = torch.ops.onednn.qlinear_prepack(codes, None) if large else None
         self._plain = codes if self._packed is None else None
 
     @classmethod
+    def check(cls, device: torch.device) -> None:
+        pass  # everywhere
+
+    @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
-        codes = torch.empty(weight.shape, dtype=torch.int8)
-        scales = torch.empty(weight.shape[0])
+        codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
         for some in slices(weight):
             wide = weight[some].float()
             # the codes are chosen for the scale as it is kept, so that rounding it costs nothing
@@ -61,10 +64,14 @@ class Int8Linear(QuantizedLinear):
         return cls(codes, scales, bias, weight.dtype)
 
     @classmethod
-    def joined(cls, *layers: Self) -> Self:
-        bias = joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
-        codes = torch.cat([layer._codes() for layer in layers])
-        return cls(codes, torch.cat([layer._scales for layer in layers]), bias, layers[0].dtype)
+    def joined(cls, layers: list[Self]) -> Self:
+        bias, dtype, columns = bias_of(layers), layers[0].dtype, layers[0].in_features
+        scales = torch.cat([layer._scales for layer in layers])
+        codes = scales.new_empty(len(scales), columns, dtype=torch.int8)
+        for some, layer in one_by_one(layers):
+            codes[some] = layer._codes()
+            del layer
+        return cls(codes, scales, bias, dtype)
 
     def dequantized(self) -> torch.Tensor:
         return self._codes().to(self.dtype).mul_(self._scales.to(self.dtype)[:, None])
@@ -78,7 +85,7 @@ class Int8Linear(QuantizedLinear):
             if len(x) <= _TOKENS:
                 return _two_products(x, self._packed, self._scales)
             return torch.cat([_two_products(part, self._packed, self._scales).to(x.dtype) for part in x.split(_TOKENS)])
-        if len(x) >= _MANY:
+        if len(x) >= _MANY or not _takes_codes(x.device):
             return F.linear(x, self.dequantized())
         return torch.ops.aten._weight_int8pack_mm(x.bfloat16(), self._plain, self._scales.bfloat16())
 
@@ -100,6 +107,22 @@ def _integer_product(x: torch.Tensor, packed: Any, scales: torch.Tensor) -> torc
     return torch.ops.onednn.qlinear_pointwise(
         x, 1.0, _ZERO, packed, scales, _zeros(len(scales)), None, 1.0, 0, torch.float32, "none", [], ""
     )
+
+
+@functools.cache
+def _takes_codes(device: torch.device) -> bool:
+    """Whether torch's own kernel multiplies with codes there, and rightly."""
+    codes = torch.randint(
+        -127, 128, (64, 64), dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0)
+    )
+    x = torch.ones(2, 64, dtype=torch.bfloat16, device=device)
+    try:
+        scales = torch.ones(64, dtype=torch.bfloat16, device=device)
+        got = torch.ops.aten._weight_int8pack_mm(x, codes.to(device), scales)
+    except (AttributeError, RuntimeError):
+        return False
+    expected = codes.float().sum(dim=1)
+    return bool(((got.cpu().float() - expected).abs() <= 0.01 * expected.abs() + 1).all())
 
 
 @functools.cache

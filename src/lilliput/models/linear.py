@@ -42,6 +42,10 @@ class FrozenLinear(ABC):
     def backward(self, grad: torch.Tensor) -> torch.Tensor:
         """grad @ weight: [..., out] -> [..., in]"""
 
+    def packed(self) -> FrozenLinear:
+        """The layer as its kernel reads it fastest."""
+        return self
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         if torch.is_grad_enabled() and x.requires_grad:

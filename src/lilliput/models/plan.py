@@ -9,8 +9,8 @@ from lilliput.errors import ModelError
 from lilliput.models.facts import DTYPE_BYTES, BlockFacts, ModelFacts
 
 #: by the name of a quantization: bytes a number, numbers that share a scale (0: a matrix's whole row), bytes a scale
-#: with its zero point
-_QUANTIZED = {"int8": (1.0, 0, 4), "int4": (0.5, 32, 4), "nf4": (0.5, 64, 4)}
+#: with its zero point (nf4's has none; other devices than the processor keep it in 4 bytes)
+_QUANTIZED = {"int8": (1.0, 0, 4), "int4": (0.5, 32, 4), "nf4": (0.5, 32, 2)}
 #: what a server takes besides: Python, torch, transformers, the p2p daemon, kernels' buffers
 PROCESS_BYTES = 900 << 20
 #: tokens that a server takes in one pass (the default of `serve`'s max_step_tokens)
@@ -106,6 +106,7 @@ PRECISIONS = (
     Precision("bfloat16", "bfloat16"),
     Precision("int8", "bfloat16", "int8"),
     Precision("int4", "bfloat16", "int4"),
+    Precision("nf4", "bfloat16", "nf4"),
 )
 
 

@@ -19,9 +19,10 @@ from lilliput.models.facts import ROUTERS, can_quantize
 from lilliput.models.int4_linear import Int4Linear
 from lilliput.models.int8_linear import Int8Linear
 from lilliput.models.memory import forget
+from lilliput.models.nf4_linear import Nf4Linear
 from lilliput.models.quantized_linear import QuantizedLinear
 
-_KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
+_KINDS: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "int4": Int4Linear, "nf4": Nf4Linear}
 KINDS = tuple(_KINDS)
 
 
@@ -37,15 +38,22 @@ class QuantizedModule(nn.Module):
         return self.layer(x)
 
 
-def check(kind: str | None) -> None:
-    """Raise `ModelError` for a quantization that does not exist, or not here."""
-    if kind == "nf4":
-        raise ModelError("nf4 needs bitsandbytes and a CUDA device; fewer bits are for the processor here. Take int4.")
-    if kind is not None and kind not in _KINDS:
+def check(kind: str | None, device: torch.device) -> None:
+    """Raise `ModelError` for a quantization that does not exist, or not on this device."""
+    if kind is None:
+        return
+    if kind not in _KINDS:
         raise ModelError(f"unknown quantization {kind!r}; known are {', '.join(_KINDS)}")
-    ops = torch.ops.aten
-    if kind is not None and not (hasattr(ops, "_weight_int8pack_mm") and hasattr(ops, "_weight_int4pack_mm_for_cpu")):
-        raise ModelError(f"torch {torch.__version__} has no kernels for {kind} weights; take a newer one")
+    _KINDS[kind].check(device)
+
+
+def is_here(kind: str | None, device: torch.device) -> bool:
+    """Whether `check` says nothing against it."""
+    try:
+        check(kind, device)
+    except ModelError:
+        return False
+    return True
 
 
 def quantize(block: nn.Module, kind: str) -> None:
@@ -88,6 +96,8 @@ def _weight(module: nn.Module) -> torch.Tensor | None:
 
 
 def joined(modules: Sequence[QuantizedModule]) -> QuantizedLinear:
-    """Quantized modules of the same input as one layer."""
+    """Quantized modules of the same input as one layer, which is taken away from them."""
     layers = [module.layer for module in modules]
-    return layers[0] if len(layers) == 1 else type(layers[0]).joined(*layers)
+    for module in modules:
+        del module.layer
+    return layers[0] if len(layers) == 1 else type(layers[0]).joined(layers)

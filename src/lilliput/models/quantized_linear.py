@@ -7,15 +7,17 @@ perplexity.)
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from typing import Self
+from collections.abc import Iterator, Sequence
+from typing import Self, TypeVar
 
 import torch
 
-from lilliput.models.linear import FrozenLinear
+from lilliput.models.linear import FrozenLinear, joined_bias
 
 #: numbers that are quantized at a time, so that they stay in the processor's cache
 _AT_A_TIME = 1 << 17
+
+L = TypeVar("L", bound="QuantizedLinear")
 
 
 class QuantizedLinear(FrozenLinear):
@@ -27,13 +29,19 @@ class QuantizedLinear(FrozenLinear):
 
     @classmethod
     @abstractmethod
+    def check(cls, device: torch.device) -> None:
+        """Raise `ModelError` if there are no such layers on this device."""
+
+    @classmethod
+    @abstractmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> Self:
         """Quantized from `weight` [out, in]."""
 
     @classmethod
     @abstractmethod
-    def joined(cls, *layers: Self) -> Self:
-        """Several layers of the same input as one, outputs side by side."""
+    def joined(cls, layers: list[Self]) -> Self:
+        """Several layers of the same input as one, outputs side by side. The list is emptied: each layer that nobody
+        else has is freed when it has been copied."""
 
     @abstractmethod
     def dequantized(self) -> torch.Tensor:
@@ -64,3 +72,17 @@ def slices(weight: torch.Tensor) -> Iterator[slice]:
     rows, columns = weight.shape
     step = max(1, _AT_A_TIME // columns)
     return (slice(begin, begin + step) for begin in range(0, rows, step))
+
+
+def bias_of(layers: Sequence[QuantizedLinear]) -> torch.Tensor | None:
+    """Of layers side by side."""
+    return joined_bias([layer.bias for layer in layers], [layer.out_features for layer in layers], layers[0].dtype)
+
+
+def one_by_one(layers: list[L]) -> Iterator[tuple[slice, L]]:
+    """Takes the layers out of the list, each with the places of its outputs among all of them."""
+    begin = 0
+    while layers:
+        some = slice(begin, begin + layers[0].out_features)
+        begin = some.stop
+        yield some, layers.pop(0)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from lilliput.models import quantized_checkpoint
+
 #: kinds of layers that a configuration may name in `layer_types` and the like
 _KINDS_SERVED = frozenset({"full_attention", "sliding_attention", "attention"})
 _KINDS_NAMED_IN = ("layer_types", "layers_block_type", "block_types")
@@ -55,4 +57,4 @@ def refusal(config: dict[str, Any]) -> str | None:
     kinds = {str(k) for name in _KINDS_NAMED_IN if isinstance(c.get(name), list) for k in c[name]} - _KINDS_SERVED
     if kinds:
         return f"its layers of kind {', '.join(sorted(kinds))} are not known here"
-    return None
+    return quantized_checkpoint.objection(config)

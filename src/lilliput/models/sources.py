@@ -22,6 +22,7 @@ from lilliput.models.checkpoint import Damaged, Part, Shapes, weight_files
 from lilliput.models.facts import BLOCKS, HEADS, HIDDEN, ModelFacts, block_count, describe, first, text_config
 from lilliput.models.hub import WHAT_IS_A_NAME, Hub, discard
 from lilliput.models.progress import Progress, silent
+from lilliput.models.quantized_checkpoint import plain_shapes
 from lilliput.models.refusal import refusal
 
 #: the demo model's canonical name, and the other names by which it is known (in lower case)
@@ -101,7 +102,8 @@ class ModelFiles:
                 shapes |= checkpoint.header(self.path / file)
             else:
                 shapes |= self.origin.shapes(file)
-        return describe(self.name, self.config(), shapes)
+        config = self.config()
+        return describe(self.name, config, plain_shapes(config, shapes))
 
 
 def resolve(

@@ -103,9 +103,7 @@ class Span:
         :param cache_dtype: `dtype` by default, or int8, with a scale for each head and token
         :param device: that computes. Blocks come to it part by part, so the machine's memory need not hold them all.
         """
-        quantization.check(quantize)
-        if quantize is not None and device != CPU:
-            raise ModelError(f"{quantize} weights are for the processor's kernels; leave --quantize or --device out")
+        quantization.check(quantize, device)
 
         def read(start: int, end: int) -> PreTrainedModel:
             part, punch = (start, end), keep_span(start, end)

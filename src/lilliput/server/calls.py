@@ -12,7 +12,7 @@ from lilliput.server.service import Service
 from lilliput.swarm.node import Node
 from lilliput.swarm.peer_calls import serve_peers
 from lilliput.wire import protocol
-from lilliput.wire.channel import Channel, error_message
+from lilliput.wire.channel import Channel
 
 
 class Calls:
@@ -55,13 +55,7 @@ class Calls:
         self._pushes.close()
 
     async def _serve_sessions(self, channel: Channel, peer: PeerID) -> None:
-        try:
-            stream = ClientStream(self.service(), channel, str(peer))
-        except Draining as e:
-            channel.post(error_message(e, closed=True))
-            await channel.hear_out()
-            return
-        await stream.run()
+        await ClientStream(self.service(), channel, str(peer)).run()
 
     async def _serve_forward(self, channel: Channel, peer: PeerID) -> None:
         await serve_passes(self.service, channel, "forward", str(peer), self._idle_seconds)

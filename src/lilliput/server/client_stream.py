@@ -62,10 +62,7 @@ class ClientStream:
                 if not isinstance(error, LilliputError):
                     logger.error("a stream from %s failed", self.peer, exc_info=error)
                     error = ServerFailure(f"the server could not go on with this stream: {error}")
-                # not a message: nothing that follows can be understood
-                if not self._sessions:
-                    self.channel.post(error_message(error, closed=True))
-                self.end(error)
+                self.end(error)  # not a message: nothing that follows can be understood
             if self._ending:  # it may be sending, and should still read why
                 reading.cancel()
                 await asyncio.wait({reading})
@@ -83,6 +80,8 @@ class ClientStream:
         """Tell every session why it ends, and close the stream."""
         for session in list(self._sessions.values()):
             session.end(why)
+        if not self._ending:
+            self.channel.post(error_message(why, closed=True))
         self._ending = True
         self._closing.set()
 
@@ -162,6 +161,7 @@ class ClientStream:
             if received.kind in ("open", "step") or number == 0:  # others may be late for a session that has ended
                 self.channel.post(error_message(e, closed=True, session=number))
             if number == 0:
+                self._ending = True
                 self._closing.set()
             return
         self._sessions[number] = session
@@ -181,9 +181,10 @@ class ClientStream:
             if left <= 0:
                 break
             await asyncio.sleep(left)
-        if not self._used:
-            self.channel.post(error_message(BadRequest("no open message came"), closed=True))
-        self._closing.set()
+        if self._used:
+            self._closing.set()
+        else:
+            self.end(BadRequest("no open message came"))
 
 
 def _about(received: Received, peer: str) -> dict[str, str]:

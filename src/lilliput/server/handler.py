@@ -130,28 +130,24 @@ async def serve_passes(
 
     :param service: whose turn it is; raises why nobody's is
     """
-    try:
-        while (received := await channel.receive(within=idle_seconds)) is not None:
+    while (received := await channel.receive(within=idle_seconds)) is not None:
+        try:
+            if received.kind != kind:
+                raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
+            computing = asyncio.ensure_future(_pass(service(), received, peer))
             try:
-                if received.kind != kind:
-                    raise BadRequest(f"a {received.kind!r} message on a stream of {kind!r} messages")
-                computing = asyncio.ensure_future(_pass(service(), received, peer))
-                try:
-                    while not (computing.done() or channel.gone):
-                        await asyncio.wait({computing}, timeout=_LOOK_SECONDS)
-                    if not computing.done():
-                        return
-                    output, codec = computing.result()
-                finally:
-                    computing.cancel()
-            except LilliputError as e:
-                await channel.send(error_message(e))
-                continue
-            name = "grad" if kind == "backward" else "hidden"
-            await channel.send(pb.Message(output=pb.Output()), {name: output}, codec=codec)
-    except BadRequest as e:  # not a message: nothing that follows can be understood
-        channel.post(error_message(e, closed=True))
-        await channel.hear_out()
+                while not (computing.done() or channel.gone):
+                    await asyncio.wait({computing}, timeout=_LOOK_SECONDS)
+                if not computing.done():
+                    return
+                output, codec = computing.result()
+            finally:
+                computing.cancel()
+        except LilliputError as e:
+            await channel.send(error_message(e))
+            continue
+        name = "grad" if kind == "backward" else "hidden"
+        await channel.send(pb.Message(output=pb.Output()), {name: output}, codec=codec)
 
 
 async def _pass(service: Service, received: Received, peer: str) -> tuple[torch.Tensor, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -12,7 +13,9 @@ from prometheus_client.registry import Collector
 
 from lilliput.engine.counters import Histogram
 from lilliput.errors import BadRequest
-from lilliput.server.service import Service
+
+if TYPE_CHECKING:
+    from lilliput.server.service import Service
 
 _LABELS = ("model", "blocks")
 
@@ -20,7 +23,7 @@ _LABELS = ("model", "blocks")
 class ServerMetrics(Collector):
     """Reads what the engine and the admission count anyway, when it is asked; serving costs nothing more for it.
 
-    :param service: the one that serves now; None while the server moves to other blocks
+    :param service: the one that serves now; None while the server starts, or moves to other blocks
     """
 
     def __init__(self, service: Callable[[], Service | None]) -> None:
@@ -95,7 +98,14 @@ class MetricsPage:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except OSError as e:
             raise BadRequest(f"cannot serve metrics on {host}, port {port}: {e.strerror or e}") from e
-        self.port: int = self._server.server_port
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> MetricsPage:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._server.shutdown()

@@ -20,7 +20,7 @@ class ServerOptions:
     :ivar name: what people shall see instead of the peer id's end
     :ivar dtype: float32, bfloat16 or float16
     :ivar device: that computes: cpu, cuda, or one of several, such as cuda:1
-    :ivar quantize: None, int8 or int4: the weights of linear layers
+    :ivar quantize: None, int8, int4 or nf4: the weights of linear layers
     :ivar cache_dtype: of the attention cache: None, which is `dtype`, or int8
     :ivar cache_tokens: tokens of attention cache, over all rows of all sessions; by default what memory allows
     :ivar max_length: tokens per row that a session may ask for; by default what the model was made for

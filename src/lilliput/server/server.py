@@ -23,6 +23,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from lilliput.errors import LilliputError, ModelError
 from lilliput.models import quantization
+from lilliput.models.machine import device_called
 from lilliput.models.sources import ModelFiles
 from lilliput.server.announcer import Announcer
 from lilliput.server.calls import Calls
@@ -34,9 +35,9 @@ from lilliput.server.service import Service
 from lilliput.server.survey import survey
 from lilliput.swarm.daemon import daemon_ended
 from lilliput.swarm.loop import new_event_loop, uninterrupted
-from lilliput.swarm.membership import SwarmKey
 from lilliput.swarm.node import Node
 from lilliput.swarm.placement import Span
+from lilliput.swarm.swarm_key import SwarmKey
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Server(hivemind.moe.Server):
         self.options = replace(options or ServerOptions(), **overrides)
         if self.options.dtype not in DTYPES:
             raise ModelError(f"unknown dtype {self.options.dtype!r}; known are {', '.join(DTYPES)}")
-        quantization.check(self.options.quantize)
+        quantization.check(self.options.quantize, device_called(self.options.device))
         if self.options.cache_dtype not in (None, self.options.dtype, "int8"):
             raise ModelError(
                 f"the cache is kept in {self.options.dtype} or in int8, not in {self.options.cache_dtype!r}"

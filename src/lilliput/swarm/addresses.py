@@ -6,27 +6,48 @@ import contextlib
 import errno
 import socket
 from collections.abc import Sequence
-
-from hivemind.p2p import PeerID
-from hivemind.utils.multiaddr import Multiaddr
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from lilliput.errors import BadRequest
+
+if TYPE_CHECKING:  # hivemind takes seconds, and the command line wants to know at once what is no address
+    from hivemind.utils.multiaddr import Multiaddr
+
+_BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
+
+
+def _example(needs_peer: bool) -> str:
+    return "/ip4/192.0.2.1/tcp/31337" + ("/p2p/12D3Koo..." if needs_peer else "")
+
+
+def check_form(address: str, *, needs_peer: bool = False) -> None:
+    """Raise `BadRequest` for what cannot be an address; `checked` is exact."""
+    example = _example(needs_peer)
+    first, *parts = str(address).split("/")
+    if first or len(parts) < 2:
+        raise BadRequest(f"{address!r} is not an address such as {example}")
+    if needs_peer and not {"p2p", "ipfs"} & set(parts):
+        raise BadRequest(f"{address!r} lacks the peer's id; an address looks like {example}")
+    if any(set(peer) - _BASE58 for name, peer in pairwise(parts) if name == "p2p"):
+        raise BadRequest(f"{address!r} is not an address such as {example}: the peer's id is not whole")
+    if not {"tcp", "udp", "p2p-circuit"} & set(parts):
+        raise BadRequest(f"{address!r} names no port; an address looks like {example}")
 
 
 def checked(address: str, *, needs_peer: bool = False, needs_port: bool = False) -> Multiaddr:
     """An address, parsed. Raises `BadRequest` for anything else."""
-    example = "/ip4/192.0.2.1/tcp/31337" + ("/p2p/12D3Koo..." if needs_peer else "")
+    from hivemind.p2p import PeerID
+    from hivemind.utils.multiaddr import Multiaddr
+
+    check_form(address, needs_peer=needs_peer)
     try:
         parsed = Multiaddr(str(address))
         names = {protocol.name for protocol in parsed.protocols()}
-        if needs_peer and "p2p" in names:
+        if needs_peer:
             PeerID.from_base58(parsed["p2p"])
     except Exception as e:  # the parser raises whatever comes to it
-        raise BadRequest(f"{address!r} is not an address such as {example}") from e
-    if needs_peer and "p2p" not in names:
-        raise BadRequest(f"{address!r} lacks the peer's id; an address looks like {example}")
-    if not names & {"tcp", "udp", "p2p-circuit"}:
-        raise BadRequest(f"{address!r} names no port; an address looks like {example}")
+        raise BadRequest(f"{address!r} is not an address such as {_example(needs_peer)}") from e
     if needs_port and any(name in names and parsed[name] == "0" for name in ("tcp", "udp")):
         raise BadRequest(f"an announced address needs its real port, not 0: {address!r}")
     return parsed
@@ -37,6 +58,8 @@ def check_ports_free(host_maddrs: Sequence[str]) -> None:
 
     The daemon would share a port that is taken with whoever has it, and get half of its connections.
     """
+    from hivemind.utils.multiaddr import Multiaddr
+
     for text in host_maddrs:
         address = Multiaddr(text)
         names = {protocol.name for protocol in address.protocols()}

@@ -78,6 +78,7 @@ async def answer(node: Node, channel: Channel, peer: PeerID) -> None:
         body = pb.Dialled(addresses=tried, outcomes=outcomes, seen_at=seen_at, time=time.time())
         body.version = version("lilliput")
         await channel.send(pb.Message(dialled=body))
+    await channel.hear_out()
 
 
 async def dial(host: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""A private swarm's key: who has it is a member, and everybody proves it to everybody.
+"""How the members of a private swarm, who have its key, prove that to one another.
 
 Whoever opens a stream or makes a call sends a *token*: a time, random bytes, and a MAC of them with the call's name and
 both peer ids. The other side answers with a *proof*, a MAC of the token. libp2p authenticates the peer ids of both ends
@@ -8,135 +8,15 @@ any other call. No more is sent before the proof has come: what a client has to 
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import hmac
-import logging
-import os
-import secrets
-import stat
-import struct
-import time
-from pathlib import Path
-
 from hivemind.p2p import PeerID
 
-from lilliput.errors import BadRequest, LilliputError, Unauthorized, Unreachable
+from lilliput.errors import BadRequest, Unreachable
+from lilliput.swarm.swarm_key import NotAMember, SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
-from lilliput.wire.channel import Channel, error_message, error_of
+from lilliput.wire.channel import Channel, error_of
 
-logger = logging.getLogger(__name__)
-
-KEY_BYTES = 32
-#: a token's time may be so far from ours (seconds)
-CLOCK_SECONDS = 60.0
 #: a stream must begin within so many seconds
 HELLO_SECONDS = 10.0
-
-_NONCE_BYTES = 16
-_TIME = struct.Struct("!d")
-_TOKEN_BYTES = _TIME.size + _NONCE_BYTES + hashlib.sha256().digest_size
-
-_ASK = "ask its owner for the key file and name it with --swarm-key"
-
-
-class NotAMember(Unreachable):
-    """A peer cannot prove that it has the swarm's key."""
-
-    def __init__(self, peer: PeerID) -> None:
-        super().__init__(f"peer {peer} cannot prove that it has this swarm's key, so nothing is sent to it", str(peer))
-
-
-class SwarmKey:
-    """What the members of a private swarm share. Make one with `generate`, or `read` one from a file."""
-
-    def __init__(self, secret: bytes) -> None:
-        if len(secret) != KEY_BYTES:
-            raise ValueError(f"a swarm's key has {KEY_BYTES} bytes")
-        self._secret = secret
-
-    @classmethod
-    def generate(cls) -> SwarmKey:
-        return cls(secrets.token_bytes(KEY_BYTES))
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> SwarmKey:
-        """From a file. Warns if others than its owner may read it. Raises `BadRequest` if it is none."""
-        file = Path(path).expanduser()
-        try:
-            with file.open("rb") as opened:
-                mode, text = os.fstat(opened.fileno()).st_mode, opened.read(1024)
-        except OSError as e:
-            raise BadRequest(f"cannot read the swarm's key {file}: {e.strerror or e}") from e
-        try:
-            key = cls(base64.b64decode(text.strip(), validate=True))
-        except (binascii.Error, ValueError) as e:
-            raise BadRequest(
-                f"{file} is not a swarm's key: that is {KEY_BYTES} bytes in base64, as `lilliput key` writes them"
-            ) from e
-        if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            logger.warning("others on this machine may read the swarm's key: chmod 600 %s", file)
-        return key
-
-    @classmethod
-    def of(cls, key: SwarmKey | str | os.PathLike[str] | None) -> SwarmKey | None:
-        """A key, the one in a file, or none."""
-        return key if key is None or isinstance(key, SwarmKey) else cls.read(key)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Make a key file, which only its owner may read. Raises `BadRequest` if there is a file already."""
-        file = Path(path).expanduser()
-        try:
-            with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
-                opened.write(base64.b64encode(self._secret) + b"\n")
-        except FileExistsError as e:
-            raise BadRequest(f"there is a file {file} already; a key that is written over is lost") from e
-        except OSError as e:
-            raise BadRequest(f"cannot write {file}: {e.strerror or e}") from e
-
-    @property
-    def name(self) -> str:
-        """Tells keys apart and gives nothing away: members compare it."""
-        return hashlib.sha256(b"the name of a lilliput swarm's key" + self._secret).hexdigest()[:16]
-
-    def __repr__(self) -> str:
-        return f"SwarmKey({self.name})"
-
-    # ---- what proves it ----
-
-    def token(self, call: str, asker: PeerID, asked: PeerID) -> bytes:
-        """Proves to `asked`, and to nobody else, that `asker` is a member."""
-        head = _TIME.pack(time.time()) + secrets.token_bytes(_NONCE_BYTES)
-        return head + self._mac(b"token", call, asker, asked, head)
-
-    def check_token(self, token: bytes, call: str, asker: PeerID, asked: PeerID) -> None:
-        """Raises `Unauthorized`, saying what to do, unless this is such a token, made lately."""
-        if not token:
-            raise Unauthorized(f"this is a private swarm, and you have shown no key; {_ASK}")
-        head, mac = token[: _TIME.size + _NONCE_BYTES], token[_TIME.size + _NONCE_BYTES :]
-        if len(token) != _TOKEN_BYTES or not hmac.compare_digest(mac, self._mac(b"token", call, asker, asked, head)):
-            raise Unauthorized(f"your key is not this private swarm's; {_ASK}")
-        late = time.time() - _TIME.unpack(head[: _TIME.size])[0]
-        if not abs(late) <= CLOCK_SECONDS:
-            side = "behind" if late > 0 else "ahead of"
-            raise Unauthorized(
-                f"your clock is {abs(late):.0f} s {side} ours, and keys are taken within {CLOCK_SECONDS:.0f} s: "
-                "set the clocks (timedatectl set-ntp true)"
-            )
-
-    def proof(self, token: bytes, call: str, asker: PeerID, asked: PeerID) -> bytes:
-        """Proves to the one who sent this token that `asked` is a member, too."""
-        return self._mac(b"proof", call, asker, asked, token)
-
-    def check_proof(self, proof: bytes, token: bytes, call: str, asker: PeerID, asked: PeerID) -> None:
-        """Raises `Unreachable` unless it is one: that peer is not one of us, whatever it says."""
-        if not hmac.compare_digest(proof, self.proof(token, call, asker, asked)):
-            raise NotAMember(asked)
-
-    def _mac(self, kind: bytes, call: str, asker: PeerID, asked: PeerID, data: bytes) -> bytes:
-        parts = (b"lilliput 1", kind, call.encode(), asker.to_bytes(), asked.to_bytes(), data)
-        return hmac.digest(self._secret, b"".join(len(part).to_bytes(4, "big") + part for part in parts), "sha256")
 
 
 async def introduce(key: SwarmKey, channel: Channel, call: str, me: PeerID, peer: PeerID) -> None:
@@ -157,17 +37,10 @@ async def introduce(key: SwarmKey, channel: Channel, call: str, me: PeerID, peer
 
 
 async def welcome(key: SwarmKey, channel: Channel, call: str, me: PeerID, peer: PeerID) -> None:
-    """Begin a stream that a peer has opened. Raises, when it has told the peer, what is wrong with it."""
-    number = 0
-    try:
-        received = await channel.receive(within=HELLO_SECONDS)
-        if received is None:
-            raise Unreachable(f"peer {peer} opened a stream and said nothing", str(peer))
-        number = received.session
-        token = received.body.token if isinstance(received.body, pb.Hello) else b""
-        key.check_token(token, call, peer, me)
-    except LilliputError as e:
-        channel.post(error_message(e, closed=True, session=number))
-        await channel.hear_out()
-        raise
+    """Begin a stream that a peer has opened. Raises what is wrong with it."""
+    received = await channel.receive(within=HELLO_SECONDS)
+    if received is None:
+        raise Unreachable(f"peer {peer} opened a stream and said nothing", str(peer))
+    token = received.body.token if isinstance(received.body, pb.Hello) else b""
+    key.check_token(token, call, peer, me)
     channel.post(pb.Message(welcome=pb.Welcome(proof=key.proof(token, call, peer, me))))

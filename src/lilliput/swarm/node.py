@@ -26,11 +26,12 @@ from lilliput.swarm.callers import CallersP2P
 from lilliput.swarm.daemon import STARTUP_SECONDS, STOP_SECONDS, nobody_answers, reason_of, start_daemon
 from lilliput.swarm.identity import take_identity
 from lilliput.swarm.keepers import Keepers
-from lilliput.swarm.membership import NotAMember, SwarmKey, introduce, welcome
+from lilliput.swarm.membership import introduce, welcome
 from lilliput.swarm.sealed import SealedP2P
 from lilliput.swarm.signatures import Signatures
 from lilliput.swarm.sockets import remove_stale_sockets
 from lilliput.swarm.storage import guard
+from lilliput.swarm.swarm_key import NotAMember, SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 from lilliput.wire.channel import Channel, error_message, error_of
 from lilliput.wire.limits import PEER_BURST_SECONDS, PEER_BYTES_PER_SECOND
@@ -201,8 +202,21 @@ class Node:
     async def serve(self, handler_name: str, callback: StreamCallback) -> None:
         """Call `callback(channel, remote_peer_id)` for every stream that a peer opens to `handler_name`.
 
-        The channel is closed when the callback ends, whatever happens in it; its errors are logged and stay there.
+        The channel is closed when the callback ends, whatever happens in it; its errors are logged and stay there. One
+        of Lilliput's is the last that the peer hears.
         """
+
+        async def answer(channel: Channel, peer: PeerID) -> None:
+            try:
+                if self._streams[str(peer)] > MOST_STREAMS:
+                    raise Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
+                if self.key is not None:
+                    await welcome(self.key, channel, handler_name, self.peer_id, peer)
+                await callback(channel, peer)
+            except LilliputError as e:
+                log.info("%s with %s ended: %s", handler_name, channel.peer, e)
+                channel.post(error_message(e, closed=True))
+                await channel.hear_out()
 
         async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -213,16 +227,7 @@ class Node:
             channel = Channel(reader, writer, peer=f"peer {peer}")
             channel.pace = self._bytes.of(peer).take
             try:
-                if self._streams[peer] > MOST_STREAMS:
-                    error = Busy(f"you have {MOST_STREAMS} streams to this peer already", _STREAM_WAIT_SECONDS)
-                    channel.post(error_message(error, closed=True))
-                    await channel.hear_out()
-                    raise error
-                if self.key is not None:
-                    await welcome(self.key, channel, handler_name, self.peer_id, info.peer_id)
-                await callback(channel, info.peer_id)
-            except LilliputError as e:
-                log.info("%s with %s ended: %s", handler_name, channel.peer, e)
+                await answer(channel, info.peer_id)
             except Exception:
                 log.exception("%s with %s failed", handler_name, channel.peer)
             except asyncio.CancelledError:

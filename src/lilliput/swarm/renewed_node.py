@@ -32,6 +32,12 @@ class RenewedNode:
         """The node, once it has started. Raises what went wrong if it could not."""
         return await asyncio.shield(self._starting)
 
+    def try_again(self) -> None:
+        """If it could not be started, begin once more."""
+        if self._starting.done() and not self._starting.cancelled() and self._starting.exception() is not None:
+            self._starting = asyncio.ensure_future(Node.start(**self._options))
+            self._watching = asyncio.ensure_future(self._watch())
+
     async def close(self) -> None:
         """Stop it, also while it starts."""
         self._watching.cancel()

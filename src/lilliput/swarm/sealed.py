@@ -12,7 +12,7 @@ from hivemind.utils.asyncio import as_aiter, asingle
 
 from lilliput.errors import LilliputError
 from lilliput.swarm.callers import CallersP2P
-from lilliput.swarm.membership import NotAMember, SwarmKey
+from lilliput.swarm.swarm_key import NotAMember, SwarmKey
 from lilliput.wire import lilliput_pb2 as pb
 
 

@@ -31,9 +31,8 @@ _CONGESTED_BYTES = 1 << 20
 _READ_CHUNK = 1 << 18
 #: what a closed stream could not get rid of after this long is given up (seconds)
 _LINGER_SECONDS = 10.0
-#: what a peer goes on sending is thrown away for so long (seconds)
+#: so long a peer has to read our last words (seconds)
 _HEAR_OUT_SECONDS = 5.0
-_PAUSE_SECONDS = 0.2
 #: what a message costs beside its bytes, in bytes
 _MESSAGE_BYTES = 1 << 10
 #: an error may quote what the peer sent, but not at length
@@ -147,6 +146,7 @@ class Channel:
     async def receive(self, *, within: float | None = None) -> Received | None:
         """The next message, or None when the peer closed the stream, died, or sent nothing for `within` seconds.
 
+        An error that ends the stream as a whole closes it on this side, too: the peer waits for that (`hear_out`).
         Raises `BadRequest` for bytes that are no message; after that the stream is out of step and must be closed.
         """
         try:
@@ -176,6 +176,8 @@ class Channel:
         kind = message.WhichOneof("body")
         if kind is None:
             raise BadRequest("an empty message")
+        if kind == "error" and message.error.closed and not message.session:
+            self.close()
         return Received(kind, getattr(message, kind), tensors, message.session)
 
     async def _read(self, count: int, within: float | None) -> bytes | bytearray:
@@ -206,15 +208,15 @@ class Channel:
         return received
 
     async def hear_out(self) -> None:
-        """Throw away what the peer goes on sending. It would not read our last words otherwise: before `close`."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _HEAR_OUT_SECONDS
+        """Between our last words and `close`: throw away what the peer sends, until it has read them and closes.
+
+        If we closed first, what it sends meanwhile would find nobody, and the p2p daemons would drop the stream with
+        all that they have not passed on yet.
+        """
         with contextlib.suppress(OSError, RuntimeError, TimeoutError):
-            while (left := end - loop.time()) > 0:
-                async with asyncio.timeout(min(left, _PAUSE_SECONDS)):
-                    if not await self._reader.read(_READ_CHUNK):
-                        break
-                await asyncio.sleep(0)  # it may send faster than this reads
+            async with asyncio.timeout(_HEAR_OUT_SECONDS):
+                while await self._reader.read(_READ_CHUNK):  # noqa: ASYNC110
+                    await asyncio.sleep(0)  # it may send faster than this reads
 
     def close(self) -> None:
         """Close the stream; the peer's `receive` returns None. May be called twice.

@@ -14,6 +14,7 @@ _PRECISIONS = (
     ("float32", "float32", None),
     ("int8", "bfloat16", "int8"),
     ("int4", "bfloat16", "int4"),
+    ("nf4", "bfloat16", "nf4"),
 )
 _LOAD = """
 import gc, json, sys, threading, time
@@ -61,7 +62,12 @@ print(json.dumps([libraries, ready, *(size / 2**20 for size in (most - before, w
 def loading(model: str, span: tuple[int, int], rounds: int) -> list[Figure]:
     """In each precision: seconds until the span has computed, MiB taken at most, and what its weights are."""
     figures: list[Figure] = []
+    from lilliput.models import quantization
+    from lilliput.models.span import CPU
+
     for name, *precision in _PRECISIONS:
+        if not quantization.is_here(precision[1], CPU):
+            continue
         note = f"blocks {span[0]}:{span[1]} on disk"
         libraries = Figure("loading, libraries", "s", note="torch, transformers, Lilliput, a first block")
         seconds = Figure(f"loading in {name}", "s", note=note)

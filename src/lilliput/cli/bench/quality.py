@@ -20,21 +20,23 @@ from lilliput.engine import probe
 from lilliput.engine.engine import Engine
 from lilliput.engine.scheduler import Budget
 from lilliput.engine.session import CacheSession, Step, StepOutput
+from lilliput.models import quantization
 from lilliput.models.ends import load_ends
 from lilliput.models.machine import bytes_a_second
 from lilliput.models.plan import block_bytes
 from lilliput.models.sources import ModelFiles, resolve
-from lilliput.models.span import Span
+from lilliput.models.span import CPU, Span
 
 #: name, weights, cache
 PRECISIONS: tuple[tuple[str, str | None, torch.dtype | None], ...] = (
     ("int8", "int8", None),
     ("int4", "int4", None),
+    ("nf4", "nf4", None),
     ("int8 cache", None, torch.int8),
     ("int4, int8 cache", "int4", torch.int8),
 )
-#: those whose groups of numbers are shuffled, too: only int4 has any that a file may have had before
-_SHUFFLED = (("int8", "int8", None), ("int4", "int4", None))
+#: those that are tried with shuffled channels, too, so that groups of numbers are not those that a file had before
+_SHUFFLED = (("int8", "int8", None), ("int4", "int4", None), ("nf4", "nf4", None))
 _WINDOW = 512
 _STREAMS = (1, 4, 8, 16)
 _PROMPTS = (128, 512)
@@ -81,7 +83,11 @@ def _perplexities(
         return perplexity(files, windows, span)
 
     base = measured()
-    return [Figure(f"perplexity, {name}", "", [measured(*kinds)], [base], note) for name, *kinds in precisions]  # type: ignore[arg-type]
+    return [
+        Figure(f"perplexity, {name}", "", [measured(quantize, cache)], [base], note)
+        for name, quantize, cache in precisions
+        if quantization.is_here(quantize, CPU)
+    ]
 
 
 def perplexity(files: ModelFiles, windows: torch.Tensor, span: Span) -> float:
@@ -111,7 +117,7 @@ def speeds(files: ModelFiles, blocks: tuple[int, int], rounds: int) -> list[Figu
 
     A figure's note tells what reading the weights once, at the speed of this machine's memory, would allow.
     """
-    kinds = (None, "int8", "int4")
+    kinds = [kind for kind in (None, *quantization.KINDS) if quantization.is_here(kind, CPU)]
     memory, facts = bytes_a_second(), files.facts()
     figures = []
     passes: list[tuple[str, Callable[[_Streams], float]]] = [
