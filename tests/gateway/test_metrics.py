@@ -91,4 +91,5 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_looked_for(
             [sys.executable, "-m", "lilliput.cli", *arguments], capture_output=True, text=True, timeout=120
         )
     assert shown.returncode == 1
-    assert shown.stderr == f"{error} on 127.0.0.1, port {port}: Address already in use\n"
+    assert shown.stderr.startswith(f"{error} on 127.0.0.1, port {port}: Address already in use")
+    assert shown.stderr.count("\n") == 1
