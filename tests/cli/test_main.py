@@ -295,3 +295,31 @@ def test_a_full_disk_is_no_fault_of_ours() -> None:
     shown = CliRunner().invoke(guarded_app(fill))
     assert shown.exit_code == 1
     assert shown.output.startswith("No space left on device (/models/part): free some space")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["key", ""],
+        ["bootstrap", "--swarm-key", ""],
+        ["bootstrap", "--identity", " "],
+        ["bootstrap", "--host", ""],
+        ["api", "smollm2", "--api-keys", ""],
+        ["api", "smollm2", "--host", ""],
+    ],
+)
+def test_an_empty_text_opens_nothing_to_everybody(arguments: list[str]) -> None:
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 2
+    assert "it is empty; is a variable of your shell not set?" in shown.output
+
+
+def test_an_empty_variable_of_the_environment_is_none() -> None:
+    environment = {"LILLIPUT_SWARM_KEY": "", "LILLIPUT_API_KEYS_FILE": "", "LILLIPUT_PEERS": ""}
+    shown = CliRunner().invoke(app, ["api", "smollm2"], env=environment)
+    assert "Name a member of the swarm" in shown.output
+
+
+@pytest.mark.parametrize("seed", ["99999999999999999999", "-9999999999999999999"])
+def test_a_seed_that_torch_does_not_take_is_a_wrong_option(seed: str) -> None:
+    assert CliRunner().invoke(app, ["generate", "smollm2", "--seed", seed]).exit_code == 2

@@ -61,6 +61,8 @@ def test_a_file_that_is_none(file: Path, caplog: pytest.LogCaptureFixture) -> No
     file.write_bytes(b"\xff")
     with pytest.raises(BadRequest, match="no text"):
         read_keys(file)
+    with pytest.raises(BadRequest, match="no file of keys"):
+        read_keys("/dev/zero")
     file.write_text("ann sk-1")
     file.chmod(0o644)
     read_keys(file)

@@ -71,6 +71,7 @@ def test_what_is_there(gateway: Gateway, swarm: LocalSwarm) -> None:
 
 def test_the_dashboard_shows_what_there_is(guarded: Gateway, swarm: LocalSwarm) -> None:
     named = set(re.findall(r"lilliput_(?:api|server)_[a-z_]+", DASHBOARD.read_text()))
+    httpx.get(f"{guarded.url}/nowhere")  # requests are counted from the first one on
     there = scrape(f"{guarded.url}/metrics").keys() | scrape(swarm.servers[0].metrics).keys()
     assert len(named) > 20
     assert {"lilliput_api_key_requests_total", "lilliput_api_key_tokens_total"} <= named
@@ -91,4 +92,5 @@ def test_a_port_that_is_taken_is_found_out_before_the_model_is_looked_for(
             [sys.executable, "-m", "lilliput.cli", *arguments], capture_output=True, text=True, timeout=120
         )
     assert shown.returncode == 1
-    assert shown.stderr == f"{error} on 127.0.0.1, port {port}: Address already in use\n"
+    assert shown.stderr.startswith(f"{error} on 127.0.0.1, port {port}: Address already in use")
+    assert shown.stderr.count("\n") == 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +41,7 @@ def test_greedy_beams_and_unequal_prompts(tmp_path: Path) -> None:
                 assert model.generate(ids, **given).tolist() == whole.generate(ids, **given).tolist()
         finally:
             model.close()
+        command = [sys.executable, "-m", "lilliput.cli", "route", str(folder), "--json", "--initial-peers"]
+        shown = subprocess.run([*command, swarm.initial_peers[0]], capture_output=True, text=True, timeout=120)
+        assert shown.returncode == 0, shown.stderr  # its configuration has names of its own for sizes
+        assert [leg["end"] for leg in json.loads(shown.stdout)["legs"]] == [end for _, end in SPANS]

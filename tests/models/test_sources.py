@@ -47,6 +47,7 @@ def test_a_snapshot_in_the_hubs_cache_has_the_models_name(tiny_llama: Path, tmp_
         ("./nowhere", "There is no folder ./nowhere"),
         ("/no/where", "There is no folder /no/where"),
         ("a/b/c", "There is no folder a/b/c"),
+        ("./nowhere.gguf", r"There is no file \./nowhere\.gguf"),
         ("", "name is empty"),
     ],
 )
@@ -54,6 +55,12 @@ def test_a_name_that_means_nothing_is_explained(name: str, says: str) -> None:
     with pytest.raises(ModelError, match=says) as error:
         resolve(name)
     assert "`smollm2`" in str(error.value)
+
+
+def test_a_revision_of_what_is_not_the_hubs_is_refused(tiny_llama: Path) -> None:
+    for name in ("smollm2", str(tiny_llama)):
+        with pytest.raises(ModelError, match="has no revision main"):
+            resolve(name, revision="main", weights=False)
 
 
 def test_a_file_is_no_model(tiny_llama: Path) -> None:

@@ -59,6 +59,11 @@ def test_a_signature_is_of_one_text_by_one_key(path: Path) -> None:
             Identity.from_bytes(garbage)
 
 
+def test_a_file_that_never_ends_is_no_identity() -> None:
+    with pytest.raises(BadRequest, match="/dev/zero is not an identity file"):
+        uvloop.run(Node.start(identity_path="/dev/zero"))
+
+
 def test_a_file_that_is_no_identity_is_named(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"secret")
     with pytest.raises(BadRequest, match="key is not an identity file"):

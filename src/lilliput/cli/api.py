@@ -18,7 +18,16 @@ import typer
 from lilliput.cli import logs, process
 from lilliput.cli.language_model import LanguageModel
 from lilliput.cli.logs import LogJson, Verbose
-from lilliput.cli.options import Audit, InitialPeers, Model, Revision, SwarmKeyFile, Token, TrustedPeers
+from lilliput.cli.options import (
+    Audit,
+    InitialPeers,
+    Model,
+    Revision,
+    SwarmKeyFile,
+    Token,
+    TrustedPeers,
+    not_empty,
+)
 from lilliput.cli.output import complain, remark
 from lilliput.errors import BadRequest, LilliputError, SwarmError
 
@@ -46,7 +55,9 @@ def api(
     swarm_key: SwarmKeyFile = None,
     trusted_peers: TrustedPeers = None,
     audit: Audit = 0.0,
-    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: every one.")] = _HOST,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0: every one.", callback=not_empty)
+    ] = _HOST,
     port: Annotated[int, typer.Option(help="The port to listen on; 0 takes a free one.", min=0, max=65535)] = _PORT,
     api_key: Annotated[
         list[str] | None,
@@ -63,6 +74,7 @@ def api(
             metavar="FILE",
             envvar="LILLIPUT_API_KEYS_FILE",
             help="Keys with names and limits, one a line; docs/api.md shows some.",
+            callback=not_empty,
             show_default=False,
         ),
     ] = None,

@@ -257,7 +257,8 @@ async def _versions(node: Node) -> Finding:
     except LilliputError as e:
         return Finding("warn", "servers", str(e))
     others = sorted({record.version or "?" for record in records} - {lilliput.__version__})
-    text = f"{len(records)} of {len(models)} models; version {lilliput.__version__}"
+    counted = f"{len(records)} with blocks of {len(models)} {'model' if len(models) == 1 else 'models'}"
+    text = f"{counted}; version {lilliput.__version__}"
     if others:
         return Finding("warn", "servers", f"{text} here, but some have {', '.join(others)}: use one version everywhere")
     return Finding("ok", "servers", f"{text} everywhere")

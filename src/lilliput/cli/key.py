@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
 
+from lilliput.cli.options import not_empty
 
-def key(file: Annotated[str, typer.Argument(metavar="FILE", help="Where to put it; must not exist yet.")]) -> None:
+
+def key(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="Where to put it; must not exist yet.", callback=not_empty)
+    ],
+) -> None:
     """Make a key for a private swarm: whoever has it is a member.
 
     Copy it to every member in a safe way (scp, not mail), and name it with --swarm-key. A swarm whose key has become
@@ -17,4 +24,5 @@ def key(file: Annotated[str, typer.Argument(metavar="FILE", help="Where to put i
 
     made = SwarmKey.generate()
     made.write(file)
-    typer.echo(f"The key {made.name} is in {file}. Name it with --swarm-key {file} on every machine of the swarm.")
+    name = shlex.quote(file)
+    typer.echo(f"The key {made.name} is in {file}. Name it with --swarm-key {name} on every machine of the swarm.")

@@ -106,7 +106,10 @@ class LanguageModel:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(files.path)
             except Exception as e:  # whatever its files are, and whatever library reads them
-                raise ModelError(f"the tokenizer of {files.name} cannot be read: {e}") from e
+                raise ModelError(
+                    f"the tokenizer of {files.name} cannot be read ({e}); its files, tokenizer.json above all, belong "
+                    f"into {files.path}"
+                ) from e
         except BaseException:
             shared.close()
             raise

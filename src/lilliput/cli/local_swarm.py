@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
-from lilliput.cli.nursery import Nursery
+from lilliput.cli.nursery import NO_KEY, Nursery
 from lilliput.errors import LilliputError
 
 if TYPE_CHECKING:
@@ -182,7 +183,6 @@ class LocalSwarm:
         started: list[LocalServer] = []
         for span in spans:
             arguments = ["serve", self.model, "--host", "127.0.0.1", "--supervised"]
-            arguments += ["--swarm-key", ""]  # whatever the environment says
             arguments += ["--blocks", f"{span[0]}:{span[1]}"] if span else []
             arguments += [*self.options, *options]
             if len(self.servers) < len(self.links):
@@ -219,4 +219,7 @@ def _process(arguments: Sequence[str]) -> Process:
     """`lilliput ARGUMENTS`, in a session of its own: Ctrl-C in the terminal is for us, and we end servers in order."""
     command = [sys.executable, "-m", "lilliput.cli", *arguments]
     pipe = subprocess.PIPE
-    return cast(Process, subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True))
+    made = subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **NO_KEY}, start_new_session=True
+    )
+    return cast(Process, made)

@@ -26,6 +26,9 @@ _STREAMS = 4
 #: for servers that nobody stopped to leave in
 _LEAVE_SECONDS = 8.0
 
+#: servers on loopback are of a swarm of their own, whatever key the environment names
+NO_KEY = {"LILLIPUT_SWARM_KEY": ""}
+
 
 class Nursery:
     """Loads libraries from now on. End it with `close` or a `with` block: its servers are told to leave, also one whose
@@ -41,7 +44,7 @@ class Nursery:
                 stdin=theirs.fileno(),
                 start_new_session=True,
                 # a library that starts threads when it is imported would make it unsafe to fork
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **NO_KEY},
             )
 
     def spawn(self, arguments: Sequence[str]) -> Forked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,14 @@ from lilliput.swarm.swarm_key import SwarmKey
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)", re.IGNORECASE)  # 8 alone may be meant as 8 GB
+
+
+def not_empty(text: str | None) -> str | None:
+    """A callback of options for which an empty text, as of a shell's variable that is not set, would mean something
+    else than was meant: a swarm without a key, an API that asks for none, every address."""
+    if text is not None and not text.strip():
+        raise typer.BadParameter("it is empty; is a variable of your shell not set?")
+    return text
 
 
 def _addresses(*, of_peers: bool) -> Callable[[Sequence[str] | None], Sequence[str] | None]:
@@ -32,16 +41,19 @@ def _addresses(*, of_peers: bool) -> Callable[[Sequence[str] | None], Sequence[s
 
 
 def _key_file(file: str | None) -> str | None:
+    not_empty(file)
     try:
-        SwarmKey.of(file or None, warn=False)
+        SwarmKey.of(file, warn=False)
     except BadRequest as e:
         raise typer.BadParameter(str(e)) from e
     return file
 
 
 def _identity_file(file: str | None) -> str | None:
-    if not file:
+    not_empty(file)
+    if file is None:
         return file
+    file = os.path.expanduser(file)
     folder = Path(file).absolute().parent
     try:
         with open(file, "rb"):
@@ -91,7 +103,7 @@ InitialPeers = Annotated[list[str] | None, _initial_peers(_addresses(of_peers=Tr
 SwarmKeyFile = Annotated[str | None, _swarm_key(_key_file)]
 #: for who wants to say more about what is wrong with them
 AnyInitialPeers = Annotated[list[str] | None, _initial_peers(None)]
-AnySwarmKeyFile = Annotated[str | None, _swarm_key(None)]
+AnySwarmKeyFile = Annotated[str | None, _swarm_key(not_empty)]
 TrustedPeers = Annotated[
     list[str] | None,
     typer.Option(
@@ -111,7 +123,7 @@ Audit = Annotated[
         show_default="0, nothing",
     ),
 ]
-Host = Annotated[str, typer.Option(help="The address to listen on.")]
+Host = Annotated[str, typer.Option(help="The address to listen on.", callback=not_empty)]
 Port = Annotated[int, typer.Option(help="The TCP port to listen on; 0 takes a free one.", min=0, max=65535)]
 Announce = Annotated[
     list[str] | None,

@@ -64,6 +64,7 @@ class Route:
         legs = [
             {
                 "peer_id": hop.peer_id,
+                "name": hop.record.name,
                 "start": hop.start,
                 "end": hop.end,
                 "pushed_ms": _ms(self.pushed.expected.legs[number].network, self.pushed.networks[number]),
@@ -110,20 +111,19 @@ def route(
             from lilliput.client.remote import RemoteModel, trusted_set
             from lilliput.client.route import estimate
             from lilliput.client.trial import time_hops, time_pushed
+            from lilliput.models.facts import HIDDEN, first, text_config
             from lilliput.models.sources import resolve
             from lilliput.swarm.swarm_key import SwarmKey
     shared = SharedConnection.to(initial_peers, swarm_key=SwarmKey.of(swarm_key or None))
     try:
         files = resolve(model, revision=revision, token=token, weights=False)
-        config = files.config()
-        blocks = int(config["num_hidden_layers"])
         trusted = trusted_set(trusted_peers or ())
-        remote = RemoteModel(shared.connection, files.name, blocks, files.fingerprint, trusted_peers=trusted)
+        remote = RemoteModel(shared.connection, files.name, files.blocks, files.fingerprint, trusted_peers=trusted)
 
         async def travel() -> Route:
             chain = await remote.chain(0, remote.blocks, pushes=True)
             measured = await shared.connection.round_trips([hop.record for hop in chain])
-            width = int(config["hidden_size"])
+            width = int(first(text_config(files.config()), *HIDDEN))
             hops = await time_hops(remote, chain, width)
             *networks, back = await time_pushed(remote, chain, width, hops)
             return Route(
@@ -165,7 +165,7 @@ def _show(found: Route) -> None:
             *(carried_leg.network, found.carried.networks[number]),
             *(leg.compute, found.computes[number]),
         )
-        table.add_row(hop.peer_id[-8:], f"{hop.start}:{hop.end}", *map(_short, times))
+        table.add_row(Text(hop.record.name or hop.peer_id[-8:]), f"{hop.start}:{hop.end}", *map(_short, times))
     table.add_row("and back", "", _short(found.pushed.expected.back), _short(found.pushed.back))
     total = (*found.pushed.network, *found.carried.network, *found.compute)
     table.add_row("all", f"{found.chain[0].start}:{found.chain[-1].end}", *map(_short, total), style="bold")

@@ -22,7 +22,13 @@ TopP = Annotated[
 TopK = Annotated[
     int | None, typer.Option(min=1, metavar="K", help="Choose among the K likeliest.", show_default=_MODELS_OWN)
 ]
-Seed = Annotated[int | None, typer.Option(help="Makes choices repeatable.", show_default="another each time")]
+#: as large as torch takes them
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=-(2**63), max=2**64 - 1, metavar="N", help="Makes choices repeatable.", show_default="another each time"
+    ),
+]
 
 
 def options(

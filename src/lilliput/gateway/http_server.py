@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Iterator
@@ -50,7 +51,9 @@ class Listener:
             yield
         except OSError as e:
             self.close()
-            raise BadRequest(f"cannot listen on {self._asked}: {e.strerror or e}") from e
+            reason = (e.strerror or str(e)).partition(" (while")[0]  # the address is named already
+            todo = "; choose another --port" if e.errno in (errno.EADDRINUSE, errno.EACCES) else ""
+            raise BadRequest(f"cannot listen on {self._asked}: {reason}{todo}") from e
 
     def close(self) -> None:
         """May be called twice."""

@@ -16,6 +16,8 @@ from lilliput.gateway.problems import Problem
 
 logger = logging.getLogger(__name__)
 
+#: of a file of keys; some that are no such file never end
+_MOST_CHARACTERS = 1 << 20
 _LIMITS = [limit.name.replace("_", "-") for limit in fields(Limits)]
 _LINE = f"a line is NAME KEY and perhaps limits: {', '.join(f'{name}=N' for name in _LIMITS)}"
 
@@ -71,13 +73,15 @@ def read_keys(path: str | os.PathLike[str]) -> list[Key]:
     file = Path(path).expanduser()
     try:
         with file.open(encoding="utf-8") as opened:
-            mode, lines = os.fstat(opened.fileno()).st_mode, opened.read().splitlines()
+            mode, text = os.fstat(opened.fileno()).st_mode, opened.read(_MOST_CHARACTERS + 1)
     except OSError as e:
         raise BadRequest(f"cannot read the API's keys {file}: {e.strerror or e}") from e
     except UnicodeDecodeError as e:
         raise BadRequest(f"the API's keys {file} are no text in UTF-8") from e
+    if len(text) > _MOST_CHARACTERS:
+        raise BadRequest(f"{file} has more than {_MOST_CHARACTERS:,} characters, so it is no file of keys")
     keys: list[Key] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:

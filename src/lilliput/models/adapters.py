@@ -183,5 +183,6 @@ def _check_complete(
         for path in layers[block]:
             if any(path == t or path.endswith(f".{t}") for t in targets) and path not in found.get(block, {}):
                 raise ModelError(
-                    f"the adapter {name} is not whole: {folder / WEIGHTS} has nothing for {path} of block {block}"
+                    f"the adapter {name} is not whole, or for another model: {folder / WEIGHTS} has nothing for {path} "
+                    f"of block {block}"
                 )

@@ -45,8 +45,10 @@ def read_json(file: Path, hint: str) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{file.parent} has no {file.name}. {hint}") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror or error}. {hint}") from error
+    except ValueError as error:
+        raise ModelError(f"{file} cannot be read: it is no JSON ({error}). {hint}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} is not a JSON object. {hint}")
     return content

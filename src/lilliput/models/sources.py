@@ -124,6 +124,8 @@ def resolve(
     if name.lower() in DEMO_NAMES:
         from lilliput.models import demo
 
+        if revision:
+            raise ModelError(f"{DEMO}, the demo, does not come from the hub and has no revision {revision}.")
         return _described(DEMO, demo.fetch(progress))
     if not name.strip():
         raise ModelError(f"The model's name is empty. {WHAT_IS_A_NAME}")
@@ -136,6 +138,8 @@ def resolve(
 
 def _found(name: str, revision: str | None, token: str | None, progress: Progress) -> ModelFiles:
     path = Path(name).expanduser()
+    if revision and path.exists():
+        raise ModelError(f"{name} is on this machine and has no revision {revision}: only models of the hub have some.")
     if path.is_dir():
         return _described(_name_of(path), path)
     if path.suffix.lower() == ".gguf" and path.is_file():
@@ -148,7 +152,8 @@ def _found(name: str, revision: str | None, token: str | None, progress: Progres
             f"{name} is a file, not a model. Give the folder that holds the model's config.json, or a .gguf file."
         )
     if name.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(name):
-        raise ModelError(f"There is no folder {name}. {WHAT_IS_A_NAME}")
+        what = "file" if path.suffix.lower() == ".gguf" else "folder"
+        raise ModelError(f"There is no {what} {name}. {WHAT_IS_A_NAME}")
     hub = Hub(name, revision, token)
     folder = hub.folder(progress)
     hub = hub.at(folder)

@@ -24,6 +24,8 @@ from lilliput.errors import BadRequest
 _INLINE_BYTES = 42
 #: larger keys only take others' time
 _MOST_KEY_BYTES = 600
+#: of a file with a key; some that are no such file never end
+_MOST_FILE_BYTES = 1 << 16
 _SEED_BYTES = 32
 _RAW, _DER = serialization.Encoding.Raw, serialization.Encoding.DER
 
@@ -121,7 +123,7 @@ def take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[byt
         passing.write(identity.to_bytes())
         passing.flush()
         return identity, cast(IO[bytes], passing)
-    name = os.fspath(path)
+    name = os.path.expanduser(path)
     try:
         if not os.path.exists(name):
             Identity.generate().write(name)
@@ -129,7 +131,7 @@ def take_identity(path: str | os.PathLike[str] | None) -> tuple[Identity, IO[byt
     except OSError as e:
         raise BadRequest(f"cannot use the identity file {name}: {e.strerror or e}") from e
     try:
-        identity = Identity.from_bytes(file.read())
+        identity = Identity.from_bytes(file.read(_MOST_FILE_BYTES))
     except (OSError, ValueError) as e:
         file.close()
         raise BadRequest(f"{name} is not an identity file") from e
