@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -197,24 +198,30 @@ def serve(
                 leaving.callback(remove_stale_sockets)  # the supervisor may have been killed
             leaving.callback(server.shutdown)
             server.run_in_background(await_ready=False)
-            while not server.decided.wait(_POLL_SECONDS) and not signals:
+
+            def told() -> bool:
+                # where a supervisor's end raised `SystemExit` in a library that lets nothing out, no signal is noted
+                return bool(signals) or (supervisor is not None and supervisor.gone)
+
+            while not server.decided.wait(_POLL_SECONDS) and not told():
                 pass
         if server.ready.is_set():
             _tell(server, supervisor, json_line, metrics.url if metrics else "")
-        told = server.blocks
-        while server.is_alive() and not signals:
+        shown = server.blocks
+        while server.is_alive() and not told():
             time.sleep(_POLL_SECONDS)
-            if server.blocks != told and server.ready.is_set() and not (supervisor or json_line):
-                told = server.blocks
-                typer.echo(f"Moved to blocks {told[0]}:{told[1]}, where this server helps more.")
+            if server.blocks != shown and server.ready.is_set() and not (supervisor or json_line):
+                shown = server.blocks
+                typer.echo(f"Moved to blocks {shown[0]}:{shown[1]}, where this server helps more.")
         if signals and not (supervisor and supervisor.gone):  # else everybody leaves
             server.drain()
             while server.is_alive() and len(signals) == 1:  # the second time means: now
                 time.sleep(_POLL_SECONDS)
     loading = [thread for thread in threading.enumerate() if thread.name == "loading"]
-    process.abandon(loading, 128 + signals[0] if signals else 1)
-    if signals:
-        raise SystemExit(128 + signals[0])
+    code = 128 + (signals[0] if signals else signal.SIGTERM)
+    process.abandon(loading, code if told() else 1)
+    if told():
+        raise SystemExit(code)
     server.raise_failure()
 
 
