@@ -323,3 +323,23 @@ def test_an_empty_variable_of_the_environment_is_none() -> None:
 @pytest.mark.parametrize("seed", ["99999999999999999999", "-9999999999999999999"])
 def test_a_seed_that_torch_does_not_take_is_a_wrong_option(seed: str) -> None:
     assert CliRunner().invoke(app, ["generate", "smollm2", "--seed", seed]).exit_code == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is missing")
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]], ids=" ".join)
+def test_help_that_cannot_be_written_says_so(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "lilliput.cli", *arguments]
+        shown = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert shown.returncode == 1
+    assert shown.stderr == "The answer cannot be written to standard output: No space left on device.\n"
+
+
+def test_doctor_and_tables_need_neither_a_home_nor_a_locale() -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for arguments, environment in ((["doctor"], {"HOME": "/nonexistent/x"}), (["plan", "smollm2"], plain)):
+        command = [sys.executable, "-m", "lilliput.cli", *arguments]
+        cache = {"LILLIPUT_CACHE": str(Path.home() / ".cache" / "lilliput")}
+        shown = subprocess.run(command, capture_output=True, env={**os.environ, **cache, **environment}, timeout=120)
+        assert b"Something is wrong" not in shown.stderr
+        assert shown.stdout

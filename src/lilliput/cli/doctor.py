@@ -131,10 +131,10 @@ def _machine(model: str | None) -> list[Finding]:
     found = [
         Finding("ok" if memory > _LOW_BYTES else "warn", "memory", f"{memory / 2**30:.1f} GiB free"),
     ]
-    disk = psutil.disk_usage(str(Path.home())).free
-    found.append(
-        Finding("ok" if disk > _LOW_BYTES else "warn", "disk", f"{disk / 2**30:.1f} GiB free in {Path.home()}")
-    )
+    home = Path.home()
+    place = next(folder for folder in (home, *home.absolute().parents) if folder.is_dir())  # it will be made there
+    disk = psutil.disk_usage(str(place)).free
+    found.append(Finding("ok" if disk > _LOW_BYTES else "warn", "disk", f"{disk / 2**30:.1f} GiB free in {place}"))
     if model:
         from lilliput.models.sources import resolve
 

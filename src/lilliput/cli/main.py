@@ -184,6 +184,10 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:  # of help and version; commands tell themselves
+        with contextlib.suppress(typer.Exit):
+            _fail(f"The answer cannot be written to standard output: {error.strerror or error}.")
+        sys.exit(1)
     finally:
         process.wind_up()
 
