@@ -335,11 +335,8 @@ def test_help_that_cannot_be_written_says_so(arguments: list[str]) -> None:
     assert shown.stderr == "The answer cannot be written to standard output: No space left on device.\n"
 
 
-def test_doctor_and_tables_need_neither_a_home_nor_a_locale() -> None:
-    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    for arguments, environment in ((["doctor"], {"HOME": "/nonexistent/x"}), (["plan", "smollm2"], plain)):
-        command = [sys.executable, "-m", "lilliput.cli", *arguments]
-        cache = {"LILLIPUT_CACHE": str(Path.home() / ".cache" / "lilliput")}
-        shown = subprocess.run(command, capture_output=True, env={**os.environ, **cache, **environment}, timeout=120)
-        assert b"Something is wrong" not in shown.stderr
-        assert shown.stdout
+def test_doctor_needs_no_home() -> None:
+    command = [sys.executable, "-m", "lilliput.cli", "doctor"]
+    shown = subprocess.run(command, capture_output=True, env={**os.environ, "HOME": "/nonexistent/x"}, timeout=120)
+    assert b"Something is wrong" not in shown.stderr
+    assert b"disk: " in shown.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import io
 import os
 import signal
 import sys
@@ -33,8 +32,6 @@ def open_standard_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack what tables are drawn with
-        sys.stdout.reconfigure(errors="replace")
 
 
 @cache
