@@ -24,6 +24,10 @@ from lilliput.cli.main import app, guarded
 from lilliput.errors import ModelError
 from lilliput.models.sources import ModelFiles
 
+needs_a_full_disk = pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="this system has no device to which every write fails, as a full disk's do"
+)
+
 COMMANDS = ["demo", "serve", "chat", "api", "generate", "status", "trace", "fetch", "plan", "bench"]
 
 
@@ -279,7 +283,7 @@ def test_closed_standard_streams_are_as_good_as_the_null_device(closed: str) -> 
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 7
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@needs_a_full_disk
 def test_output_that_cannot_be_written_is_one_line(demo_model: ModelFiles) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "lilliput.cli", "fetch"]
@@ -325,7 +329,7 @@ def test_a_seed_that_torch_does_not_take_is_a_wrong_option(seed: str) -> None:
     assert CliRunner().invoke(app, ["generate", "smollm2", "--seed", seed]).exit_code == 2
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is missing")
+@needs_a_full_disk
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["serve", "--help"]], ids=" ".join)
 def test_help_that_cannot_be_written_says_so(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:

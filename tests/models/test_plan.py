@@ -15,6 +15,7 @@ from test_families import save_random
 
 from lilliput.engine.table import kept_tokens
 from lilliput.errors import ModelError, UnsupportedModel
+from lilliput.models import quantization
 from lilliput.models.experts import QuantizedExperts
 from lilliput.models.facts import BlockFacts, ModelFacts, describe
 from lilliput.models.paged_cache import Group
@@ -31,7 +32,7 @@ from lilliput.models.plan import (
 )
 from lilliput.models.quantization import QuantizedModule
 from lilliput.models.sources import ModelFiles, resolve
-from lilliput.models.span import Span
+from lilliput.models.span import CPU, Span
 from lilliput.server.loading import _WINDOWED_STEP
 
 
@@ -51,13 +52,17 @@ def test_cache_and_weights_are_what_a_span_of_this_family_has(family: Family, tm
         with pytest.raises(UnsupportedModel, match=r"GptOssExperts cannot be kept in int8"):
             Span.load(files, 1, 3, dtype=torch.float32, quantize="int8")
         return
-    span = Span.load(files, 1, 3, dtype=torch.float32, quantize="int8", fuse=False)
-    weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
-    codes = [module.layer for module in span._base.modules() if isinstance(module, QuantizedModule)]
-    codes += [layer for m in span._base.modules() if isinstance(m, QuantizedExperts) for layer in m.layers]
-    total = sum(weights.values()) + sum(layer.nbytes for layer in codes)
-    assert total == sum(block_bytes(b, "float32", "int8") for b in facts.blocks[1:3])
-    assert (sum(layer.nbytes for layer in codes) > 0.5 * total) == (family.name not in _TOO_NARROW)
+    for kind in ("int8", *(["nf4"] if quantization.is_here("nf4", CPU) else [])):
+        span = Span.load(files, 1, 3, dtype=torch.float32, quantize=kind, fuse=False)
+        weights = {tensor.data_ptr(): tensor.nbytes for tensor in span._base.state_dict().values()}
+        codes = [module.layer for module in span._base.modules() if isinstance(module, QuantizedModule)]
+        codes += [layer for m in span._base.modules() if isinstance(m, QuantizedExperts) for layer in m.layers]
+        total = sum(weights.values()) + sum(layer.nbytes for layer in codes)
+        filled = sum(-layer.out_features % 32 * layer.in_features * 9 // 16 for layer in codes if kind == "nf4")
+        assert total - filled == sum(block_bytes(b, "float32", kind) for b in facts.blocks[1:3])
+        assert kind != "int8" or (sum(layer.nbytes for layer in codes) > 0.5 * total) == (
+            family.name not in _TOO_NARROW
+        )
 
 
 #: in its tiny configuration most layers have other widths than kernels take

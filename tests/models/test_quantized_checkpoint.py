@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
-from lilliput.errors import UnsupportedModel
+from lilliput.errors import ModelError, UnsupportedModel
 from lilliput.models.checkpoint import SINGLE
 from lilliput.models.ends import load_ends
 from lilliput.models.quantized_checkpoint import METHODS
@@ -152,6 +152,19 @@ def test_it_can_be_kept_in_few_bits_again(folders: tuple[Path, Path]) -> None:
         for folder in folders
     )
     assert torch.equal(kept, full)
+
+
+def test_codes_without_the_scales_that_are_known_are_no_weights(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / SINGLE)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale"] = torch.ones(1)  # another program's way to name it
+    save_file(tensors, tmp_path / SINGLE, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(ModelError, match=r"up_proj.weight as torch.float8_e4m3fn and none of what fp8"):
+        Span.load(resolve(str(tmp_path)), 0, 3, dtype=torch.float32)
 
 
 def test_experts_in_mxfp4_are_those_that_transformers_reads(tmp_path: Path) -> None:

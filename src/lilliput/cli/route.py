@@ -111,7 +111,6 @@ def route(
             from lilliput.client.remote import RemoteModel, trusted_set
             from lilliput.client.route import estimate
             from lilliput.client.trial import time_hops, time_pushed
-            from lilliput.models.facts import HIDDEN, first, text_config
             from lilliput.models.sources import resolve
             from lilliput.swarm.swarm_key import SwarmKey
     shared = SharedConnection.to(initial_peers, swarm_key=SwarmKey.of(swarm_key or None))
@@ -123,7 +122,7 @@ def route(
         async def travel() -> Route:
             chain = await remote.chain(0, remote.blocks, pushes=True)
             measured = await shared.connection.round_trips([hop.record for hop in chain])
-            width = int(first(text_config(files.config()), *HIDDEN))
+            width = files.hidden_size
             hops = await time_hops(remote, chain, width)
             *networks, back = await time_pushed(remote, chain, width, hops)
             return Route(

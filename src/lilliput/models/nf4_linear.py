@@ -38,7 +38,6 @@ class Nf4Linear(QuantizedLinear):
         #: whether they are as the processor's kernel wants them
         self._laid_out = codes.device.type == "cpu" and has_kernel()
         self._codes, self._scales = _lay_out(codes, scales) if self._laid_out else (codes, scales.float())
-        self._table: torch.Tensor = _functions().get_4bit_type(_KIND, device=codes.device)
 
     @classmethod
     def check(cls, device: torch.device) -> None:
@@ -77,7 +76,7 @@ class Nf4Linear(QuantizedLinear):
         if self._laid_out:
             shape = [len(self._codes), self.in_features]
             gemv = torch.ops.bitsandbytes.gemv_4bit  # it takes any number of tokens
-            return gemv(x.bfloat16(), self._codes, shape, self._scales, self._table, GROUP)[:, : self.out_features]
+            return gemv(x.bfloat16(), self._codes, shape, self._scales, _table(x.device), GROUP)[:, : self.out_features]
         return _bitsandbytes().matmul_4bit(x, self._codes.view(-1, 1), self._state(self._scales))
 
     def _plain(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,7 +92,7 @@ class Nf4Linear(QuantizedLinear):
             shape=torch.Size([self.out_features, self.in_features]),
             dtype=self.dtype,
             blocksize=GROUP,
-            code=self._table,
+            code=_table(scales.device),
             quant_type=_KIND,
         )
 
@@ -132,7 +131,7 @@ def has_kernel() -> bool:
     cpu = torch.device("cpu")
     codes = torch.randint(0, 256, (3 * _BLOCK, GROUP), dtype=torch.uint8, device=cpu, generator=generator)
     scales = torch.rand(len(codes), 2, device=cpu, generator=generator).bfloat16()
-    table = functions.get_4bit_type(_KIND, device=cpu)
+    table = _table(cpu)
     wide = torch.stack([table[(codes >> 4).long()], table[(codes & 15).long()]], dim=-1).view(-1, 2, GROUP)
     x = torch.randn(3, 2 * GROUP, device=cpu, generator=generator).bfloat16()
     expected = x.float() @ (wide * scales[..., None]).flatten(1).t()
@@ -142,6 +141,13 @@ def has_kernel() -> bool:
     except (AttributeError, RuntimeError):
         return False
     return bool((got - expected).norm() < 0.02 * expected.norm())
+
+
+@functools.cache
+def _table(device: torch.device) -> torch.Tensor:
+    """What the codes stand for."""
+    table: torch.Tensor = _functions().get_4bit_type(_KIND, device=device)
+    return table
 
 
 @functools.cache

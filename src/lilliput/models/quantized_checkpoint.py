@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lilliput.errors import ModelError
 from lilliput.models import checkpoint
 from lilliput.models.checkpoint import Part, Shapes
+from lilliput.models.facts import text_config
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +81,7 @@ def read(config: Mapping[str, Any], folder: Path, part: Part, dtype: torch.dtype
     how = _how(config)
     if how is None:
         return None
+    import torch
     from safetensors import safe_open
 
     method = METHODS[_name(how)]
@@ -89,6 +91,12 @@ def read(config: Mapping[str, Any], folder: Path, part: Part, dtype: torch.dtype
         with safe_open(folder / file, framework="pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in names if names[name] == file}
     kept, plain = _sorted(method, tensors)
+    for name, tensor in plain.items():  # what lacks its scales would be taken for the weights themselves
+        if tensor.dtype.itemsize == 1 or tensor.dtype == torch.int32:
+            raise ModelError(
+                f"{folder} keeps {name} as {tensor.dtype} and none of what {_name(how)} as known here has beside it. "
+                f"Take the model in 16 bits, or as GGUF"
+            )
     for name in list(kept):
         try:
             plain[name] = method.widen(kept.pop(name), how, dtype)
@@ -98,11 +106,8 @@ def read(config: Mapping[str, Any], folder: Path, part: Part, dtype: torch.dtype
 
 
 def _how(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    text = config.get("text_config")
-    for one in (config, text if isinstance(text, dict) else {}):
-        if isinstance(found := one.get("quantization_config"), dict):
-            return found
-    return None
+    found = text_config(config).get("quantization_config")
+    return found if isinstance(found, dict) else None
 
 
 def _name(how: Mapping[str, Any]) -> str:

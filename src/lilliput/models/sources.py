@@ -76,6 +76,14 @@ class ModelFiles:
             raise ModelError(f"{self.path} does not say how many blocks {self.name} has")
         return blocks
 
+    @property
+    def hidden_size(self) -> int:
+        """The width of the hidden states. Raises `ModelError`."""
+        width = first(text_config(self.config()), *HIDDEN)
+        if not isinstance(width, int):
+            raise ModelError(f"{self.path} does not say how wide the hidden states of {self.name} are")
+        return width
+
     def fetch(self, part: Part, progress: Progress = silent) -> None:
         """Have the files with the part's weights here, and see that they are whole: blocks `(start, end)`, the model's
         `"ends"`, or `"all"`. Raises `ModelError`, which names what is missing or damaged.

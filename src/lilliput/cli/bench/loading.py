@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 from lilliput.cli.bench.report import Figure
+from lilliput.models import quantization
+from lilliput.models.span import CPU
 
 #: name, dtype, weights
 _PRECISIONS = (
@@ -62,9 +64,6 @@ print(json.dumps([libraries, ready, *(size / 2**20 for size in (most - before, w
 def loading(model: str, span: tuple[int, int], rounds: int) -> list[Figure]:
     """In each precision: seconds until the span has computed, MiB taken at most, and what its weights are."""
     figures: list[Figure] = []
-    from lilliput.models import quantization
-    from lilliput.models.span import CPU
-
     for name, *precision in _PRECISIONS:
         if not quantization.is_here(precision[1], CPU):
             continue

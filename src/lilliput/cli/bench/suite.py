@@ -258,7 +258,7 @@ def _server_start(report: Report, span: tuple[int, int], rounds: int) -> Figure:
             remote = RemoteSequential.from_pretrained(report.model, initial_peers=swarm.initial_peers)
             with contextlib.closing(remote):
                 part = remote[span[0] : span[1]]
-                hidden = torch.zeros(1, 1, resolve(report.model).facts().hidden_size)
+                hidden = torch.zeros(1, 1, resolve(report.model).hidden_size)
                 part(hidden)  # the client's own start is another figure
                 begun = time.perf_counter()
                 part(hidden)
