@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from raw_client import BLOCKS, HIDDEN, TOLERANCE, Peer, Whole, difference, service_of, serving
+from raw_client import BLOCKS, HIDDEN, TOLERANCE, Peer, Whole, difference, service_of, serving, wait_until
 
 from lilliput import Server
 from lilliput.errors import BadRequest, CacheFull, TooLong
@@ -343,13 +343,14 @@ def test_a_session_may_become_longer(server: Server, peer: Peer) -> None:
     session.bye()
 
 
-def test_a_session_may_not_become_longer_than_there_is_room(peer: Peer, stranger: Peer) -> None:
+def test_a_session_may_not_become_longer_than_there_is_room(server: Server, peer: Peer, stranger: Peer) -> None:
     large = stranger.session(rows=3, max_length=2048)
     session = peer.session(rows=2, max_length=64)
     session.go_on(10, rows=2)
     assert isinstance(session.refused(torch.randn(2, 1, HIDDEN), max_length=2048), CacheFull)
     session.go_on(1)
     large.bye()
+    wait_until(lambda: service_of(server).admission.running == 1)
     session.go_on(1, max_length=2048)
     session.bye()
 
