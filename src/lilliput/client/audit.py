@@ -9,7 +9,7 @@ import torch
 
 #: how far the outputs of two honest servers may be apart, by the coarser of their precisions (see `distance`). The
 #: worst of 300 tokens through ten blocks of SmolLM2 was 0.0008 in float32, 0.053 in bfloat16 (with a cache of 8 bits),
-#: 0.15 in int8, and 0.39 in 4 bits with weights that were not of 4 bits before; two servers of 4 bits may differ by more
+#: 0.15 in int8, and 0.39 in 4 bits with weights that were not of 4 bits before; two of 4 bits may differ by more
 _TOLERANCES = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.1, "int8": 0.3, "int4": 0.7, "nf4": 0.7}
 #: and what is added for how hidden states travel: 0.04 was the worst with int8
 _CODEC_TOLERANCES = {"none": 0.0, "float16": 0.05, "bfloat16": 0.05, "int8": 0.15}
